@@ -1,0 +1,49 @@
+# `make setup` makes .venv with the package and everything that the tests need; the other targets call it themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test test-full lint bench format clean
+
+help:
+	@echo "make demo       show what penstock does"
+	@echo "make test       everything that CI checks"
+	@echo "make test-full  the same with the slow sweeps"
+	@echo "make bench      the benchmarks, against the installed torch"
+	@echo "make format     format and fix the sources"
+	@echo "make clean      remove .venv and caches"
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[torch,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/penstock demo
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: lint
+	$(BIN)/pytest -m 'not full'
+
+test-full: lint
+	$(BIN)/pytest
+
+bench: setup
+	$(BIN)/python benchmarks/build.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,88 @@
+"""Pipeline-parallel schedules as data.
+
+>>> import penstock as ps
+>>> schedule = ps.build("1F1B", ranks=2, microbatches=3)
+>>> print(schedule.grid())
+step   0   1   2   3   4   5   6   7
+rank 0 0F0 0F1 .   0B0 0F2 0B1 .   0B2
+rank 1 .   1F0 1B0 1F1 1B1 1F2 1B2
+
+Importing this loads neither torch nor numpy: every name is loaded from its module when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from penstock.version import __version__
+
+if TYPE_CHECKING:
+    from penstock.errors import (
+        ActionError,
+        FormatError,
+        PenstockError,
+        PlacementError,
+        ReadError,
+        ScheduleError,
+        ScheduleSyntaxError,
+        SizeError,
+        UnknownScheduleError,
+        WriteError,
+    )
+    from penstock.ir.actions import Action, ComputationType
+    from penstock.ir.formats import read
+    from penstock.ir.placement import Placement
+    from penstock.ir.schedule import Schedule
+    from penstock.schedules.registry import build
+
+_HOMES = {
+    "Action": "penstock.ir.actions",
+    "ActionError": "penstock.errors",
+    "ComputationType": "penstock.ir.actions",
+    "FormatError": "penstock.errors",
+    "PenstockError": "penstock.errors",
+    "Placement": "penstock.ir.placement",
+    "PlacementError": "penstock.errors",
+    "ReadError": "penstock.errors",
+    "Schedule": "penstock.ir.schedule",
+    "ScheduleError": "penstock.errors",
+    "ScheduleSyntaxError": "penstock.errors",
+    "SizeError": "penstock.errors",
+    "UnknownScheduleError": "penstock.errors",
+    "WriteError": "penstock.errors",
+    "build": "penstock.schedules.registry",
+    "read": "penstock.ir.formats",
+}
+
+__all__ = [
+    "Action",
+    "ActionError",
+    "ComputationType",
+    "FormatError",
+    "PenstockError",
+    "Placement",
+    "PlacementError",
+    "ReadError",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleSyntaxError",
+    "SizeError",
+    "UnknownScheduleError",
+    "WriteError",
+    "__version__",
+    "build",
+    "read",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

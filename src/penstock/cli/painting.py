@@ -1,0 +1,106 @@
+"""A schedule in colour, cut into blocks of steps that fit the width of the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rich.text import Text
+
+from penstock.ir import grid
+from penstock.ir.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    SHARDING,
+    ComputationType,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.ir.actions import Action
+    from penstock.ir.schedule import Schedule
+
+_COMPUTE_STYLES: Final = {
+    FORWARD: "bold blue",
+    FULL_BACKWARD: "bold green",
+    BACKWARD_INPUT: "bold cyan",
+    BACKWARD_WEIGHT: "yellow",
+}
+_SHARDING_STYLE: Final = "red"
+_TRANSFER_STYLE: Final = "magenta"
+_IDLE_STYLE: Final = "dim"
+_LEGEND: Final = {
+    FORWARD: "forward",
+    FULL_BACKWARD: "backward",
+    BACKWARD_INPUT: "input gradient",
+    BACKWARD_WEIGHT: "weight gradient",
+}
+
+
+def blocks(schedule: Schedule, *, aligned: bool | None, width: int | None) -> Iterator[Text]:
+    """The picture from left to right; a width of None puts all of it into one block."""
+    columns = grid.cell_columns(schedule, aligned=aligned)
+    lines = [grid.line(row, places) for row, places in zip(schedule.actions, columns, strict=True)]
+    steps = max(map(len, lines))
+    widths = [
+        max(len(str(step)), *(len(grid.cell_text(cells[step])) for cells in lines if step in cells))
+        for step in range(steps)
+    ]
+    label = len(f"rank {schedule.ranks - 1}")
+    for start, end in _cuts(widths, None if width is None else width - label):
+        yield _block(lines, range(start, end), widths, label)
+
+
+def legend(schedule: Schedule) -> Text:
+    """What the letters in the picture mean, for those that are in it."""
+    present = {leaf.computation_type for row in schedule.actions for cell in row if cell for leaf in cell.leaves}
+    text = Text()
+    for kind, meaning in _LEGEND.items():
+        if kind in present:
+            text.append(f"{kind}", _style(kind)).append(f" {meaning}   ")
+    return text.append(grid.IDLE, _IDLE_STYLE).append(" idle")
+
+
+def _cuts(widths: Sequence[int], room: int | None) -> Iterator[tuple[int, int]]:
+    """Where to cut so that each block fits, with a space before every cell; a cell too wide stands alone."""
+    start, used = 0, 0
+    for step, width in enumerate(widths):
+        if room is not None and step > start and used + width + 1 > room:
+            yield start, step
+            start, used = step, 0
+        used += width + 1
+    if widths:
+        yield start, len(widths)
+
+
+def _block(lines: Sequence[grid.Line], steps: range, widths: Sequence[int], label: int) -> Text:
+    text = Text(no_wrap=True)
+    text.append(f"{'step':<{label}}", _IDLE_STYLE)
+    for step in steps:
+        text.append(f" {step:<{widths[step]}}", _IDLE_STYLE)
+    for rank, cells in enumerate(lines):
+        text.rstrip()
+        text.append("\n")
+        text.append(f"{f'rank {rank}':<{label}}")
+        for step in steps:
+            text.append(" ").append_text(_cell(cells[step]) if step in cells else Text())
+            drawn = len(grid.cell_text(cells[step])) if step in cells else 0
+            text.append(" " * (widths[step] - drawn))
+    text.rstrip()
+    return text
+
+
+def _cell(cell: Action | None) -> Text:
+    if cell is None:
+        return Text(grid.IDLE, _IDLE_STYLE)
+    if cell.sub_actions is None:
+        return Text(str(cell), _style(cell.computation_type))
+    inner = Text(";").join(_cell(action) for action in cell.sub_actions)
+    return Text("(").append_text(inner).append(f"){OVERLAP_F_B}", _IDLE_STYLE)
+
+
+def _style(kind: ComputationType) -> str:
+    return _COMPUTE_STYLES.get(kind, _SHARDING_STYLE if kind in SHARDING else _TRANSFER_STYLE)

@@ -1,0 +1,105 @@
+"""``penstock show``: draw a schedule in the terminal."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import click
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli import painting
+from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
+from penstock.ir.formats.versioned_json import json_from_schedule
+from penstock.schedules.registry import RECIPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.text import Text
+
+    from penstock.ir.schedule import Schedule
+
+
+def show(
+    source: Annotated[
+        str | None, typer.Argument(metavar="[NAME|FILE]", help="A schedule or a file; nothing lists the schedules.")
+    ] = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    as_written: Annotated[
+        bool, typer.Option("--as-written", help="Draw the rows cell by cell, not aligned by what waits for what.")
+    ] = False,
+    width: Annotated[
+        int | None, typer.Option(min=20, help="Fit into so many columns; by default into the terminal.")
+    ] = None,
+    machine: Json = False,
+) -> None:
+    """Draw a schedule, a line per rank and a column per step.
+
+    Example: penstock show ZBVZeroBubble --ranks 4 --microbatches 8
+    """
+    console = Console(highlight=False)
+    if source is None:
+        _list(console, machine=machine)
+        return
+    schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    if machine:
+        typer.echo(json_from_schedule(schedule), nl=False)
+        return
+    room = width or (console.width if console.is_terminal else None)
+    page(console, schedule, aligned=False if as_written else None, width=room)
+
+
+def page(console: Console, schedule: Schedule, *, aligned: bool | None, width: int | None) -> None:
+    """Print the picture; through a pager if it is higher than the terminal."""
+    picture = painting.blocks(schedule, aligned=aligned, width=width)
+    first, second = next(picture, None), next(picture, None)
+    parts = [part for part in (first, second) if part is not None]
+    height = sum(schedule.ranks + 2 for _ in parts) + 3
+    if console.is_terminal and height > console.height:
+        click.echo_via_pager(_rendered(console, schedule, parts, picture), color=not console.no_color)
+        return
+    for text in _rendered(console, schedule, parts, picture):
+        typer.echo(text, nl=False, color=console.is_terminal)
+
+
+def _rendered(console: Console, schedule: Schedule, parts: list[Text], rest: Iterator[Text]) -> Iterator[str]:
+    """The text, block by block, so that a pager has something to show at once."""
+    for part in (*parts, *rest):
+        yield _ansi(console, part) + "\n"
+    yield _ansi(console, painting.legend(schedule))
+    yield f"{str(schedule)[1:-1]}\n"
+
+
+def _ansi(console: Console, text: Text) -> str:
+    with console.capture() as captured:
+        console.print(text, soft_wrap=True)
+    return captured.get()
+
+
+def _list(console: Console, *, machine: bool) -> None:
+    if machine:
+        known = [
+            {
+                "name": recipe.name,
+                "stages_per_rank": recipe.stages_per_rank,
+                "any_stages_per_rank": recipe.any_stages,
+                "summary": recipe.summary,
+            }
+            for recipe in RECIPES
+        ]
+        typer.echo(json.dumps(known, indent=2))
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("schedule", style="bold")
+    table.add_column("stages per rank", justify="center")
+    table.add_column("what it does")
+    for recipe in RECIPES:
+        stages = f"any ({recipe.stages_per_rank})" if recipe.any_stages else str(recipe.stages_per_rank)
+        table.add_row(recipe.name, stages, recipe.summary)
+    console.print(table)
+    console.print("\nDraw one: penstock show 1F1B --ranks 4 --microbatches 8")

@@ -1,0 +1,146 @@
+"""Every exception that penstock raises for a mistake in its input.
+
+::
+
+    PenstockError
+    ├── ScheduleError            a value that cannot be part of a schedule      (also a ValueError)
+    │   ├── ActionError            fields of an Action that do not go together
+    │   ├── PlacementError         a stage on two ranks, or on none
+    │   └── SizeError              ranks=0, three stages per rank where two are needed
+    ├── UnknownScheduleError     a name that the registry does not know         (also a LookupError)
+    ├── ReadError                text or a file that cannot be understood       (also a ValueError)
+    │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
+    │   └── FormatError            a file that is damaged, too new, or not what its suffix says
+    └── WriteError               a schedule that cannot be written as asked     (also a ValueError)
+
+Each one carries the facts as attributes and puts them into words in ``str(error)``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class PenstockError(Exception):
+    """The root: ``except PenstockError`` catches every mistake that penstock reports."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A value that cannot be part of a schedule."""
+
+
+class ActionError(ScheduleError):
+    """The fields of an action do not go together."""
+
+
+class PlacementError(ScheduleError):
+    """A stage is on two ranks, or on none.
+
+    Attributes:
+        stage: the stage that is misplaced, where one can be named.
+        places: where it was found, as (rank, step) pairs.
+    """
+
+    def __init__(self, message: str, *, stage: int | None = None, places: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.places = tuple(places)
+
+
+class SizeError(ScheduleError):
+    """A schedule cannot be built with these numbers.
+
+    Attributes:
+        field: the argument that is wrong, e.g. ``"ranks"``.
+        value: what was given for it.
+    """
+
+    def __init__(self, message: str, *, field: str, value: object) -> None:
+        super().__init__(message)
+        self.field = field
+        self.value = value
+
+
+class UnknownScheduleError(PenstockError, LookupError):
+    """No schedule has this name.
+
+    Attributes:
+        name: the name that was asked for.
+        near: the known names closest to it, best first.
+        known: every known name.
+    """
+
+    def __init__(self, name: str, *, near: Sequence[str], known: Sequence[str]) -> None:
+        super().__init__(name)
+        self.name = name
+        self.near = tuple(near)
+        self.known = tuple(known)
+
+    def __str__(self) -> str:
+        if self.near:
+            return f"no schedule is called {self.name!r}; did you mean {' or '.join(self.near)}?"
+        return f"no schedule is called {self.name!r}; the known ones are {', '.join(self.known)}"
+
+
+class ReadError(PenstockError, ValueError):
+    """Text or a file that cannot be understood.
+
+    Attributes:
+        message: what is wrong and what to write instead.
+        path: the file, if it came from one.
+        row: the row in it, counted from 1 as editors and spreadsheets do.
+        cell: the cell in that row, counted from 1.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | None = None, row: int | None = None, cell: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.row = row
+        self.cell = cell
+
+    def at(self, *, path: str | None = None, row: int | None = None, cell: int | None = None) -> Self:
+        """Say where it happened; what is already known stays. Returns the error, to be raised."""
+        self.path = self.path or path
+        self.row = self.row or row
+        self.cell = self.cell or cell
+        return self
+
+    def __str__(self) -> str:
+        place = [self.path] if self.path else []
+        place += [f"row {self.row}"] if self.row else []
+        place += [f"cell {self.cell}"] if self.cell else []
+        return f"{', '.join(place)}: {self.message}" if place else self.message
+
+
+class ScheduleSyntaxError(ReadError):
+    """A cell that is not an action, or a line that is not a row of a schedule.
+
+    Attributes:
+        text: what was found there.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        text: str,
+        path: str | None = None,
+        row: int | None = None,
+        cell: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, row=row, cell=cell)
+        self.text = text
+
+
+class FormatError(ReadError):
+    """A file that is damaged, too new, unreadable, or not what its suffix says."""
+
+
+class WriteError(PenstockError, ValueError):
+    """A schedule cannot be written as asked."""

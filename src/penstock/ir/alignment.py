@@ -1,0 +1,79 @@
+"""In which step every action could run if each took one: what makes a picture of a schedule readable."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import ScheduleError
+from penstock.ir.dependencies import needs
+
+if TYPE_CHECKING:
+    from penstock.ir.actions import Action
+    from penstock.ir.schedule import Row, Schedule
+
+
+def unit_steps(schedule: Schedule) -> list[list[int | None]]:
+    """The earliest step of every cell of every rank, each action taking one step; None for an idle cell.
+
+    O(number of actions): a rank runs until it has to wait, and is woken by the action that it waits for.
+
+    Raises:
+        ScheduleError: some rank would wait for ever, or the schedule is lowered.
+    """
+    if schedule.lowered:
+        raise ScheduleError("only a compute-only schedule can be aligned; draw this one with aligned=False")
+    return _Walk(schedule).run()
+
+
+class _Walk:
+    """One run through a schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.ended: dict[Action, int] = {}
+        self.sleepers: dict[Action, list[int]] = {}
+        self.columns: list[list[int | None]] = [[] for _ in range(schedule.ranks)]
+        self.free = [0] * schedule.ranks
+
+    def run(self) -> list[list[int | None]]:
+        awake = list(range(self.schedule.ranks))
+        while awake:
+            awake += self._advance(awake.pop())
+        for rank, row in enumerate(self.schedule.actions):
+            if len(self.columns[rank]) < len(row):
+                raise ScheduleError(self._stuck(rank, row))
+        return self.columns
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run this rank until it must wait; the ranks that it woke."""
+        woken: list[int] = []
+        columns = self.columns[rank]
+        for cell in self.schedule.actions[rank][len(columns) :]:
+            if cell is None:
+                columns.append(None)
+                continue
+            start = self.free[rank]
+            for providers in needs(cell, self.schedule.stages):
+                ends = [self.ended[one] for one in providers if one in self.ended]
+                if not ends:
+                    for one in providers:
+                        self.sleepers.setdefault(one, []).append(rank)
+                    return woken
+                start = max(start, min(ends))
+            columns.append(start)
+            self.free[rank] = start + 1
+            for leaf in cell.leaves:
+                self.ended.setdefault(leaf, start + 1)
+                woken += self.sleepers.pop(leaf, ())
+        return woken
+
+    def _stuck(self, rank: int, row: Row) -> str:
+        step = len(self.columns[rank])
+        cell = row[step]
+        assert cell is not None  # an idle cell never waits
+        missing = [
+            " or ".join(map(str, providers))
+            for providers in needs(cell, self.schedule.stages)
+            if not any(one in self.ended for one in providers)
+        ]
+        return f"rank {rank} waits for ever at step {step}: {cell} needs {', '.join(missing)}"

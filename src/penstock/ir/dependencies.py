@@ -1,0 +1,63 @@
+"""What an action waits for. The only copy of this rule: everything that asks for an order asks here."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.ir.actions import ComputationType
+
+
+class Need(NamedTuple):
+    """One thing that an action waits for, on the same microbatch.
+
+    Attributes:
+        stage_offset: the stage it comes from, relative to the action's own.
+        any_of: the types of action that provide it; any one of them will do.
+    """
+
+    stage_offset: int
+    any_of: tuple[ComputationType, ...]
+
+
+_ACTIVATION: Final = Need(-1, (FORWARD,))
+_OWN_FORWARD: Final = Need(0, (FORWARD,))
+_GRADIENT: Final = Need(+1, (FULL_BACKWARD, BACKWARD_INPUT))
+_OWN_INPUT_GRADIENT: Final = Need(0, (BACKWARD_INPUT,))
+
+#: What each type of compute action waits for. The first stage needs no activation, the last no gradient.
+NEEDS: Final[Mapping[ComputationType, tuple[Need, ...]]] = MappingProxyType(
+    {
+        FORWARD: (_ACTIVATION,),
+        FULL_BACKWARD: (_OWN_FORWARD, _GRADIENT),
+        BACKWARD_INPUT: (_OWN_FORWARD, _GRADIENT),
+        BACKWARD_WEIGHT: (_OWN_INPUT_GRADIENT,),
+    }
+)
+
+
+def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
+    """What a compute action waits for in a pipeline of so many stages: one of each tuple.
+
+    >>> needs(Action.from_str("2B0"), stages=4)
+    [(2F0,), (3B0, 3I0)]
+    >>> needs(Action.from_str("3I0"), stages=4)
+    [(3F0,)]
+
+    An overlap waits for what its sub-actions wait for, but for what it holds itself.
+
+    >>> needs(Action.from_str("(1F5;2B3)OVERLAP_F_B"), stages=4)
+    [(0F5,), (2F3,), (3B3, 3I3)]
+    """
+    found = [
+        tuple(Action(leaf.stage_index + need.stage_offset, kind, leaf.microbatch_index) for kind in need.any_of)
+        for leaf in action.leaves
+        for need in NEEDS.get(leaf.computation_type, ())
+        if 0 <= leaf.stage_index + need.stage_offset < stages
+    ]
+    return [providers for providers in found if not set(providers) & set(action.leaves)]

@@ -1,0 +1,81 @@
+"""Schedules in files: CSV as PyTorch's, our versioned JSON, and the text grid. The suffix of the file says which.
+
+What was written reads back equal, or is not written at all; what is read is whole, or is one error that says where the
+file is damaged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import FormatError, PenstockError, ReadError, WriteError
+from penstock.ir.formats import files
+from penstock.ir.formats.text_grid import grid_from_schedule, schedule_from_grid
+from penstock.ir.formats.torch_csv import csv_from_schedule, schedule_from_csv
+from penstock.ir.formats.versioned_json import json_from_schedule, schedule_from_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from penstock.ir.schedule import Schedule
+
+
+class Format(NamedTuple):
+    """How one kind of file is read and written."""
+
+    parse: Callable[[str], Schedule]
+    render: Callable[[Schedule], str]
+
+
+FORMATS: Final[Mapping[str, Format]] = {
+    ".csv": Format(schedule_from_csv, csv_from_schedule),
+    ".json": Format(schedule_from_json, json_from_schedule),
+    ".txt": Format(schedule_from_grid, grid_from_schedule),
+}
+
+
+def read(path: str | Path) -> Schedule:
+    """Read a schedule from a ``.csv``, ``.json`` or ``.txt`` file.
+
+    Raises:
+        ReadError: with the file, and where it can be told the row and the cell, both counted from 1.
+    """
+    try:
+        form = FORMATS.get(Path(path).suffix.lower())
+        if form is None:
+            raise FormatError(_unknown_suffix(path))
+        return form.parse(files.read_text(Path(path)))
+    except ReadError as error:
+        raise error.at(path=str(path)) from None
+    except PenstockError as fact:
+        raise FormatError(str(fact), path=str(path)) from fact
+    except (OSError, ValueError) as fault:  # ValueError: a NUL in the path
+        raise FormatError(f"cannot be read: {_reason(fault)}", path=str(path)) from None
+
+
+def write(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule to a file of the same kinds, all at once: a reader sees the old file or the new one.
+
+    Raises:
+        WriteError: the suffix is unknown, the format cannot hold the schedule, or the system refuses.
+    """
+    try:
+        form = FORMATS.get(Path(path).suffix.lower())
+        if form is None:
+            raise WriteError(_unknown_suffix(path))
+        files.replace(Path(path), form.render(schedule))
+    except WriteError as fact:
+        raise WriteError(f"{path}: {fact}") from None
+    except (OSError, ValueError) as fault:
+        raise WriteError(f"{path}: cannot be written: {_reason(fault)}") from None
+
+
+def _unknown_suffix(path: str | Path) -> str:
+    suffix = Path(path).suffix
+    found = f"the suffix {suffix!r} is" if suffix else "a name without a suffix is"
+    return f"{found} not one of a schedule; name it *{', *'.join(FORMATS)}"
+
+
+def _reason(fault: Exception) -> str:
+    return (fault.strerror if isinstance(fault, OSError) else None) or str(fault)

@@ -1,0 +1,167 @@
+"""Our own JSON: a version, the placement, the number of microbatches, the metadata, and the actions of each rank.
+
+::
+
+    {
+      "format": "penstock.schedule", "version": 1,
+      "metadata": {"name": "GPipe"}, "microbatches": 1, "stages": 2,
+      "ranks": [
+        {"rank": 0, "stages": [0], "actions": ["0F0", null, null, "0B0"]},
+        {"rank": 1, "stages": [1], "actions": [null, "1F0", "1B0", null]}
+      ]
+    }
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
+
+from penstock.errors import FormatError, ScheduleSyntaxError, WriteError
+from penstock.ir.formats.rows import located_cell
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.ir.actions import Action
+
+FORMAT: Final = "penstock.schedule"
+VERSION: Final = 1
+
+
+def json_from_schedule(schedule: Schedule) -> str:
+    """The JSON text of a schedule, a line per rank."""
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "metadata": dict(schedule.metadata),
+        "microbatches": schedule.microbatches,
+        "stages": schedule.stages,
+    }
+    try:
+        lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()]
+    except (TypeError, ValueError) as fault:
+        raise WriteError(f"the metadata do not fit into JSON: {fault}") from None
+    ranks = [
+        json.dumps(
+            {
+                "rank": rank,
+                "stages": schedule.placement.stages_of(rank),
+                "actions": [None if cell is None else str(cell) for cell in row],
+            }
+        )
+        for rank, row in enumerate(schedule.actions)
+    ]
+    lines.append('  "ranks": [\n    ' + ",\n    ".join(ranks) + "\n  ]")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Read a schedule; a version newer than ``VERSION`` is refused."""
+    document = _parsed_json(text)
+    if document.get("format") != FORMAT:
+        raise FormatError(f'is JSON, but not a schedule: there is no "format": "{FORMAT}"')
+    version = document.get("version")
+    if not _is_count(version) or version < 1:
+        raise FormatError(f'"version" is {_shown(version)}; it must be a whole number from 1')
+    if version > VERSION:
+        raise FormatError(
+            f"is of version {version}, and this penstock reads up to version {VERSION}: use a newer penstock"
+        )
+    return _schedule(document)
+
+
+def _parsed_json(text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    except FormatError:
+        raise
+    except json.JSONDecodeError as fault:
+        raise FormatError(f"is not JSON: {fault.msg} at column {fault.colno}", row=fault.lineno) from None
+    except RecursionError:
+        raise FormatError("is not a schedule: it is nested too deeply") from None
+    except ValueError as fault:  # a number with thousands of digits
+        raise FormatError(f"is not a schedule: {fault}") from None
+    if not isinstance(document, dict):
+        raise FormatError(f"is JSON, but not a schedule: it must be an object, not {_shown(document)}")
+    return document
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise FormatError(f"{_shown(key)} stands twice in one object")
+        found[key] = value
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise FormatError(f"{name} is not a value that JSON knows")
+
+
+def _schedule(document: Mapping[str, Any]) -> Schedule:
+    metadata, microbatches = document.get("metadata", {}), document.get("microbatches")
+    if not isinstance(metadata, dict):
+        raise FormatError(f'"metadata" is {_shown(metadata)}; it must be an object')
+    if not _is_count(microbatches):
+        raise FormatError(f'"microbatches" is {_shown(microbatches)}; it must be a whole number')
+    entries = document.get("ranks")
+    if not isinstance(entries, list) or not entries:
+        raise FormatError(f'"ranks" is {_shown(entries)}; it must be a list with an object for each rank')
+    stages: dict[int, list[int]] = {}
+    rows: dict[int, list[Action | None]] = {}
+    for number, entry in enumerate(entries, start=1):
+        rank = _rank_from_json(entry, number, len(entries))
+        if rank in rows:
+            raise FormatError(f"rank {rank} stands twice in the list of ranks", row=number)
+        stages[rank] = _stages_from_json(entry, number)
+        rows[rank] = _cells_from_json(entry, number)
+    placement = Placement.from_rows([stages[rank] for rank in range(len(entries))])
+    if document.get("stages") != placement.stages:
+        raise FormatError(f'"stages" is {_shown(document.get("stages"))}, but the ranks hold {placement.stages}')
+    return Schedule(rows, placement=placement, microbatches=microbatches, metadata=metadata)
+
+
+def _rank_from_json(entry: object, number: int, ranks: int) -> int:
+    if not isinstance(entry, dict):
+        raise FormatError(f"a rank is an object with rank, stages and actions, not {_shown(entry)}", row=number)
+    rank = entry.get("rank")
+    if not _is_count(rank) or rank >= ranks:
+        raise FormatError(f'"rank" is {_shown(rank)}; the ranks here are 0 to {ranks - 1}', row=number)
+    return rank
+
+
+def _stages_from_json(entry: Mapping[str, Any], number: int) -> list[int]:
+    stages = entry.get("stages")
+    if not isinstance(stages, list) or not all(map(_is_count, stages)):
+        raise FormatError(f'"stages" is {_shown(stages)}; it must be a list of stage numbers', row=number)
+    return stages
+
+
+def _cells_from_json(entry: Mapping[str, Any], number: int) -> list[Action | None]:
+    cells = entry.get("actions")
+    if not isinstance(cells, list):
+        raise FormatError(f'"actions" is {_shown(cells)}; it must be a list of actions', row=number)
+    actions: list[Action | None] = []
+    for position, cell in enumerate(cells, start=1):
+        if cell is not None and not (isinstance(cell, str) and cell):
+            raise ScheduleSyntaxError(
+                f'{_shown(cell)} is not an action; write e.g. "2F0", or null for an idle step',
+                text=_shown(cell),
+                row=number,
+                cell=position,
+            )
+        actions.append(None if cell is None else located_cell(cell, number, position))
+    return actions
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _shown(value: object) -> str:
+    text = "missing" if value is None else json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,157 @@
+"""A schedule as a grid of text, a line per rank and a column per step; drawn here and read back here."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from penstock.errors import ReadError, ScheduleError, ScheduleSyntaxError
+from penstock.ir.actions import Action, parse_cell
+from penstock.ir.alignment import unit_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.ir.schedule import Row, Schedule
+
+IDLE: Final = "."
+
+#: A line of a drawing: the cell in each of its columns.
+Line: TypeAlias = dict[int, Action | None]
+
+
+def draw(
+    schedule: Schedule,
+    *,
+    aligned: bool | None = None,
+    mark: tuple[int, int] | None = None,
+    message: str = "",
+    ranks: range | None = None,
+    steps: range | None = None,
+) -> str:
+    """The grid as text; see ``Schedule.grid``."""
+    shown = range(schedule.ranks) if ranks is None else ranks
+    columns = cell_columns(schedule, aligned=aligned, marked=mark is not None)
+    lines = {rank: line(schedule.actions[rank], columns[rank]) for rank in shown}
+    window = _window(lines, steps)
+    widths = {column: _width(column, lines.values()) for column in window}
+    label = max(len("step"), len(f"rank {max(shown, default=0)}"))
+
+    drawn = [_joined("step", label, {column: str(column) for column in window}, widths)]
+    for rank in shown:
+        texts = {column: cell_text(cell) for column, cell in lines[rank].items()}
+        drawn.append(_joined(f"rank {rank}", label, texts, widths))
+        if mark is not None and mark[0] == rank:
+            drawn.append(_pointer(mark, message, columns[rank], label, widths))
+    return "\n".join(drawn)
+
+
+def cell_columns(schedule: Schedule, *, aligned: bool | None = None, marked: bool = False) -> list[list[int | None]]:
+    """The column of every cell of every rank; None for an idle step that an aligned drawing leaves out."""
+    as_written: list[list[int | None]] = [list(range(len(row))) for row in schedule.actions]
+    if aligned is False:
+        return as_written
+    if aligned is None and (marked or schedule.lowered or any(None in row for row in schedule.actions)):
+        return as_written
+    try:
+        return unit_steps(schedule)
+    except ScheduleError:
+        if aligned:
+            raise
+        return as_written
+
+
+def line(row: Row, columns: Sequence[int | None]) -> Line:
+    """The cells of a row by column, with idle steps where the rank waits."""
+    cells: Line = {}
+    for cell, column in zip(row, columns, strict=True):
+        if column is not None:
+            cells.update(dict.fromkeys(range(len(cells), column)))
+            cells[column] = cell
+    return cells
+
+
+def cell_text(cell: Action | None) -> str:
+    """What stands in a cell."""
+    return IDLE if cell is None else str(cell)
+
+
+def _window(lines: Mapping[int, Line], steps: range | None) -> range:
+    end = max((len(cells) for cells in lines.values()), default=0)
+    return range(end) if steps is None else range(max(0, steps.start), min(end, steps.stop))
+
+
+def _width(column: int, lines: Iterable[Line]) -> int:
+    texts = [cell_text(cells[column]) for cells in lines if column in cells]
+    return max(map(len, [str(column), *texts]))
+
+
+def _joined(label: str, label_width: int, texts: Mapping[int, str], widths: Mapping[int, int]) -> str:
+    cells = [f"{texts.get(column, ''):<{width}}" for column, width in widths.items()]
+    return " ".join([f"{label:<{label_width}}", *cells]).rstrip()
+
+
+def _pointer(
+    mark: tuple[int, int],
+    message: str,
+    columns: Sequence[int | None],
+    label_width: int,
+    widths: Mapping[int, int],
+) -> str:
+    """The line under a rank that points at one of its steps."""
+    rank, step = mark
+    column = columns[step] if 0 <= step < len(columns) else None
+    if column is None or column not in widths:
+        raise ScheduleError(f"there is no step {step} of rank {rank} in this grid to mark")
+    before = label_width + 1 + sum(width + 1 for other, width in widths.items() if other < column)
+    return f"{' ' * before}{'^' * widths[column]} {message}".rstrip()
+
+
+_LABEL: Final = re.compile(r"rank[ \t]+([0-9]{1,9})[ \t]*(?::|[ \t]|$)[ \t]*", re.IGNORECASE)
+_HEADER: Final = re.compile(r"steps?\b[ \t0-9:]*", re.IGNORECASE)
+
+
+def cells_from_text(text: str) -> list[list[Action | None]]:
+    r"""The rows of a grid, in the order of their ranks; the inverse of a drawing as written.
+
+    >>> cells_from_text("rank 1: . 1F0\nrank 0: 0F0 .")
+    [[0F0, None], [None, 1F0]]
+    """
+    rows: dict[int, list[Action | None]] = {}
+    labels: set[bool] = set()
+    for number, content in enumerate(text.splitlines(), start=1):
+        row = content.strip()
+        if not row or row.startswith("#") or _HEADER.fullmatch(row):
+            continue
+        label = _LABEL.match(row)
+        labels.add(label is not None)
+        if len(labels) > 1:
+            raise ScheduleSyntaxError(
+                "either every row begins with its rank, as in 'rank 0: 0F0 0B0', or none does",
+                text=content,
+                row=number,
+            )
+        rank = int(label.group(1)) if label else len(rows)
+        if rank in rows:
+            raise ScheduleSyntaxError(f"rank {rank} has a row already", text=content, row=number)
+        rows[rank] = _cells(row[label.end() :] if label else row, number)
+    if not rows:
+        raise ScheduleSyntaxError("there is no row; write e.g. 'rank 0: 0F0 0B0'", text=text[:80])
+    return _in_order(rows)
+
+
+def _cells(row: str, number: int) -> list[Action | None]:
+    cells = []
+    for position, text in enumerate(row.split(), start=1):
+        try:
+            cells.append(None if text == IDLE else parse_cell(text))
+        except ReadError as error:
+            raise error.at(row=number, cell=position) from None
+    return cells
+
+
+def _in_order(rows: Mapping[int, list[Action | None]]) -> list[list[Action | None]]:
+    for rank in range(len(rows)):
+        if rank not in rows:
+            raise ScheduleSyntaxError(f"there are {len(rows)} rows, but none for rank {rank}", text="")
+    return [rows[rank] for rank in range(len(rows))]

@@ -1,0 +1,118 @@
+"""An action as one 64-bit integer: how a schedule holds its actions, and what array code works on.
+
+::
+
+    bit   62 ............ 34   33 ............ 5     4        3 .. 0
+          stage                microbatch + 1        joined   type
+
+The type is counted from 1 in the order of ``ComputationType``, so 0 as a whole is an idle step. An overlap is not
+packed itself: its sub-actions stand one after the other, and each but the first is *joined* to the one before it.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from penstock.ir.actions import COMPUTE, NO_STAGE, OVERLAP_F_B, Action, ComputationType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    #: Packed actions, one after the other.
+    Codes: TypeAlias = NDArray[np.int64]
+
+IDLE: Final = 0
+JOINED: Final = 1 << 4
+
+_TYPE_MASK: Final = (1 << 4) - 1
+_MICROBATCH_SHIFT: Final = 5
+_STAGE_SHIFT: Final = 34
+_MICROBATCH_MASK: Final = (1 << (_STAGE_SHIFT - _MICROBATCH_SHIFT)) - 1
+
+_TYPES: Final = (None, *ComputationType)
+TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
+
+_COMPUTE_OR_IDLE: Final = np.array([kind is None or kind in COMPUTE for kind in _TYPES])
+
+
+def pack(stage: int | NDArray[np.int64], kind: ComputationType, microbatch: int | NDArray[np.int64] | None) -> Codes:
+    """The codes of one kind of action for arrays (or one) of stages and microbatches."""
+    above = 0 if microbatch is None else np.asarray(microbatch, np.int64) + 1
+    stage_bits = np.asarray(stage, np.int64) << _STAGE_SHIFT
+    return np.asarray(stage_bits | (above << _MICROBATCH_SHIFT) | TYPE_NUMBER[kind], np.int64)
+
+
+def pack_cells(cells: Iterable[Action | None]) -> Codes:
+    """The codes of a row of actions and idle steps."""
+    codes: list[int] = []
+    for cell in cells:
+        if cell is None:
+            codes.append(IDLE)
+            continue
+        first = len(codes)
+        for stage, kind, microbatch, _ in cell.leaves:
+            above = 0 if microbatch is None else microbatch + 1
+            codes.append(stage << _STAGE_SHIFT | above << _MICROBATCH_SHIFT | JOINED | TYPE_NUMBER[kind])
+        codes[first] ^= JOINED
+    return np.array(codes, np.int64)
+
+
+def unpack_cells(codes: Codes) -> tuple[Action | None, ...]:
+    """The row of actions and idle steps that these codes stand for."""
+    new = tuple.__new__  # the codes were made from checked actions
+    leaves = [
+        new(Action, (stage, _TYPES[kind], microbatch if microbatch >= 0 else None, None)) if kind else None
+        for stage, kind, microbatch in zip(
+            stages(codes).tolist(), types(codes).tolist(), microbatches(codes).tolist(), strict=True
+        )
+    ]
+    if not is_joined(codes).any():
+        return tuple(leaves)
+    bounds = [*cell_starts(codes).tolist(), len(leaves)]
+    return tuple(
+        leaves[start] if end - start == 1 else new(Action, (NO_STAGE, OVERLAP_F_B, None, tuple(leaves[start:end])))
+        for start, end in pairwise(bounds)
+    )
+
+
+def stages(codes: Codes) -> NDArray[np.int64]:
+    """The stage of each code."""
+    return codes >> _STAGE_SHIFT
+
+
+def types(codes: Codes) -> NDArray[np.int64]:
+    """The type of each code: a number of ``TYPE_NUMBER``, or 0 for an idle step."""
+    return codes & _TYPE_MASK
+
+
+def microbatches(codes: Codes) -> NDArray[np.int64]:
+    """The microbatch of each code, or -1 where there is none."""
+    return ((codes >> _MICROBATCH_SHIFT) & _MICROBATCH_MASK) - 1
+
+
+def is_joined(codes: Codes) -> NDArray[np.bool_]:
+    """Whether each code runs together with the one before it."""
+    return (codes & JOINED).astype(bool)
+
+
+def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
+    """Whether each code is what a compute-only schedule may hold."""
+    return np.asarray(_COMPUTE_OR_IDLE[types(codes)])
+
+
+def cell_starts(codes: Codes) -> NDArray[np.int64]:
+    """Where each step begins in the codes: an overlap is one step."""
+    return np.flatnonzero(~is_joined(codes))
+
+
+def keep(codes: Codes, wanted: NDArray[np.bool_]) -> Codes:
+    """Only the wanted actions; what was overlapped with one that is gone stands alone."""
+    cells = np.cumsum(~is_joined(codes))[wanted]
+    kept = codes[wanted] & ~JOINED
+    kept[1:] |= np.where(cells[1:] == cells[:-1], JOINED, 0)
+    return kept

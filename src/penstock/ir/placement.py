@@ -1,0 +1,94 @@
+"""Which rank holds which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.errors import PlacementError, SizeError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Stage to rank and back.
+
+    >>> Placement.loop(ranks=2, stages=4)
+    Placement(rank_of=(0, 1, 0, 1), ranks=2)
+    >>> Placement.v(ranks=2, stages=4).stages_of(0)
+    (0, 3)
+    >>> Placement.from_rows([[0, 1, 4], [2, 3]]).rank_of[4]
+    0
+
+    Attributes:
+        rank_of: the rank of each stage.
+        ranks: how many ranks there are; a rank may hold no stage.
+    """
+
+    rank_of: tuple[int, ...]
+    ranks: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank_of", tuple(self.rank_of))
+        for stage, rank in enumerate(self.rank_of):
+            if not 0 <= rank < self.ranks:
+                raise PlacementError(
+                    f"stage {stage} is on rank {rank}, but the ranks are 0 to {self.ranks - 1}", stage=stage
+                )
+
+    @classmethod
+    def loop(cls, ranks: int, stages: int) -> Placement:
+        """Stage i on rank i mod ranks."""
+        _check_sizes(ranks, stages)
+        return cls(tuple(stage % ranks for stage in range(stages)), ranks)
+
+    @classmethod
+    def v(cls, ranks: int, stages: int) -> Placement:
+        """Down the ranks and up again: neighbours at a turn share a rank."""
+        _check_sizes(ranks, stages)
+        there_and_back = (*range(ranks), *reversed(range(ranks)))
+        return cls(tuple(there_and_back[stage % (2 * ranks)] for stage in range(stages)), ranks)
+
+    @classmethod
+    def from_mapping(cls, rank_of: Mapping[int, int], ranks: int | None = None) -> Placement:
+        """From stage -> rank. Without ``ranks`` there are as many as the mapping names."""
+        if (gap := first_gap(rank_of)) is not None:
+            raise PlacementError(f"stages are numbered from 0 without a gap, but no rank holds stage {gap}", stage=gap)
+        count = max(rank_of.values(), default=-1) + 1 if ranks is None else ranks
+        return cls(tuple(rank_of[stage] for stage in range(len(rank_of))), count)
+
+    @classmethod
+    def from_rows(cls, stages_of: Sequence[Iterable[int]]) -> Placement:
+        """From the stages of each rank, in any order."""
+        mapping: dict[int, int] = {}
+        for rank, stages in enumerate(stages_of):
+            for stage in stages:
+                if mapping.setdefault(stage, rank) != rank:
+                    raise PlacementError(f"stage {stage} is on rank {mapping[stage]} and on rank {rank}", stage=stage)
+        return cls.from_mapping(mapping, len(stages_of))
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.rank_of)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages on a rank, ascending."""
+        return tuple(stage for stage, home in enumerate(self.rank_of) if home == rank)
+
+
+def first_gap(numbers: Collection[int]) -> int | None:
+    """The first number that is missing among the distinct numbers 0, 1, 2, ...; None if none is.
+
+    O(n) in how many there are, however large one of them is.
+    """
+    return next((number for number in range(len(numbers)) if number not in numbers), None)
+
+
+def _check_sizes(ranks: int, stages: int) -> None:
+    if ranks < 1:
+        raise SizeError(f"a placement needs at least 1 rank, not {ranks}", field="ranks", value=ranks)
+    if stages < 0:
+        raise SizeError(f"the number of stages cannot be {stages}", field="stages", value=stages)

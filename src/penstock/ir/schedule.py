@@ -1,0 +1,357 @@
+"""A schedule: what every rank does, in order. A value, like a tuple."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
+
+import numpy as np
+
+from penstock.errors import PlacementError, ReadError, ScheduleError, SizeError
+from penstock.ir import grid, packed
+from penstock.ir.actions import LARGEST_INDEX, Action, parse_cell
+from penstock.ir.placement import Placement, first_gap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from penstock.ir.packed import Codes
+
+#: What may stand in a row: an action, its text form, or None for an idle step.
+Cell: TypeAlias = Action | str | None
+Row: TypeAlias = tuple[Action | None, ...]
+
+
+class Schedule:
+    """The actions of every rank, where the stages are, and how many microbatches there are.
+
+    Made from a row per rank (a list, or a dict from rank to row), whose cells are actions or their text:
+
+    >>> schedule = Schedule({0: ["0F0", "0F1", None, "0B0", "0B1"], 1: [None, "1F0", "1B0", "1F1", "1B1"]})
+    >>> schedule.ranks, schedule.stages, schedule.microbatches
+    (2, 2, 2)
+    >>> schedule.actions[1][2].computation_type.name
+    'FULL_BACKWARD'
+    >>> print(schedule.grid())
+    step   0   1   2   3   4
+    rank 0 0F0 0F1 .   0B0 0B1
+    rank 1 .   1F0 1B0 1F1 1B1
+
+    Placement and number of microbatches are read off the actions unless given. If given, they are taken as what is
+    meant, and actions that disagree with them are left for the verifier to point out.
+
+    It is immutable; equality and hash go by content, and the metadata (a name, how it was made) is not content.
+    """
+
+    __slots__ = ("_codes", "_hash", "_metadata", "_microbatches", "_offsets", "_placement", "_rows")
+
+    _codes: Codes
+    _hash: int | None
+    _metadata: Mapping[str, Any]
+    _microbatches: int
+    _offsets: NDArray[np.int64]
+    _placement: Placement
+    _rows: dict[int, Row]
+
+    def __init__(
+        self,
+        rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]],
+        *,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        cells = [_checked_cells(rank, row) for rank, row in enumerate(_in_rank_order(rows))]
+        self._fill([packed.pack_cells(row) for row in cells], placement, microbatches, metadata)
+
+    @classmethod
+    def from_text(cls, text: str, *, placement: Placement | None = None, microbatches: int | None = None) -> Schedule:
+        """Read a grid: a line per rank, cells apart by spaces, ``.`` for an idle step.
+
+        Lines may begin with ``rank 0`` or ``rank 0:``, in any order then; a line of step numbers is skipped, so
+        ``Schedule.from_text(schedule.grid(aligned=False))`` gives the schedule back.
+
+        >>> Schedule.from_text('''
+        ...     rank 0: 0F0 .   .   0B0
+        ...     rank 1: .   1F0 1B0 .
+        ... ''')
+        <Schedule: 2 ranks, 2 stages, 1 microbatch, 4 actions>
+        """
+        return cls(grid.cells_from_text(text), placement=placement, microbatches=microbatches)
+
+    @classmethod
+    def from_codes(
+        cls,
+        rows: Sequence[Codes],
+        *,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Schedule:
+        """From packed actions (see ``ir/packed.py``), a row per rank: the way of generators and passes."""
+        schedule = cls.__new__(cls)
+        schedule._fill(rows, placement, microbatches, metadata)
+        return schedule
+
+    def _fill(
+        self,
+        rows: Sequence[Codes],
+        placement: Placement | None,
+        microbatches: int | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> None:
+        if not rows:
+            raise ScheduleError("a schedule needs at least one rank, and there are no rows")
+        if placement is not None and placement.ranks != len(rows):
+            raise PlacementError(f"the placement is for {placement.ranks} ranks, but there are {len(rows)} rows")
+        if microbatches is not None and not 0 <= microbatches <= LARGEST_INDEX + 1:
+            raise SizeError(
+                f"the number of microbatches cannot be {microbatches}",
+                field="microbatches",
+                value=microbatches,
+            )
+        codes = np.concatenate(rows, dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+        codes.flags.writeable = offsets.flags.writeable = False
+        put = object.__setattr__
+        put(self, "_codes", codes)
+        put(self, "_offsets", offsets)
+        put(self, "_rows", {})
+        put(self, "_hash", None)
+        put(self, "_metadata", MappingProxyType(dict(metadata or {})))
+        put(self, "_placement", placement or _derived_placement(rows))
+        derived = int(packed.microbatches(codes).max(initial=-1)) + 1
+        put(self, "_microbatches", derived if microbatches is None else microbatches)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self._offsets) - 1
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are, on all ranks together."""
+        return self._placement.stages
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches one step of training has."""
+        return self._microbatches
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank holds which stage."""
+        return self._placement
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What is known of it besides its content, e.g. its name; kept in JSON files."""
+        return self._metadata
+
+    @property
+    def actions(self) -> Sequence[Row]:
+        """The row of each rank: actions, and None for idle steps. A rank's row is made when it is looked at."""
+        return _Rows(self)
+
+    @property
+    def steps(self) -> int:
+        """The length of the longest row."""
+        return max(len(packed.cell_starts(self.codes_of(rank))) for rank in range(self.ranks))
+
+    @property
+    def compute_only(self) -> bool:
+        """Whether it holds nothing but forwards, backwards, overlaps and idle steps."""
+        return bool(packed.is_compute_or_idle(self._codes).all())
+
+    @property
+    def lowered(self) -> bool:
+        """Whether it says when to send, receive, shard or reduce: the opposite of ``compute_only``."""
+        return not self.compute_only
+
+    @property
+    def codes(self) -> Codes:
+        """All packed actions, rank after rank; read-only."""
+        return self._codes
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each rank begins in ``codes``, and at last where they end; read-only."""
+        return self._offsets
+
+    def codes_of(self, rank: int) -> Codes:
+        """The packed actions of one rank; read-only."""
+        return self._codes[self._offsets[rank] : self._offsets[rank + 1]]
+
+    def grid(
+        self,
+        *,
+        aligned: bool | None = None,
+        mark: tuple[int, int] | None = None,
+        message: str = "",
+        ranks: range | None = None,
+        steps: range | None = None,
+    ) -> str:
+        """Draw it as text: a line per rank, a column per step.
+
+        Args:
+            aligned: True gives every action the column of the earliest step at which it could run if each took one
+                step, with ``.`` where its rank waits; False draws the rows cell by cell, as written. By default a
+                compute-only schedule without idle steps of its own is aligned, unless a step is marked.
+            mark: the (rank, step) to point at; the step counts the rank's cells from 0.
+            message: what to write at the mark.
+            ranks: draw only these ranks.
+            steps: draw only these columns.
+        """
+        return grid.draw(self, aligned=aligned, mark=mark, message=message, ranks=ranks, steps=steps)
+
+    def write(self, path: str | Path) -> None:
+        """Write it to a file; the suffix says how: ``.csv``, ``.json`` or ``.txt``. All of it or nothing."""
+        from penstock.ir import formats  # formats make schedules: they stand above this module
+
+        formats.write(self, path)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return (
+            self._microbatches == other._microbatches
+            and self._placement == other._placement
+            and np.array_equal(self._offsets, other._offsets)
+            and np.array_equal(self._codes, other._codes)
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            content = (self._microbatches, self._placement, self._offsets.tobytes(), self._codes.tobytes())
+            object.__setattr__(self, "_hash", hash(content))
+            assert self._hash is not None
+        return self._hash
+
+    def __repr__(self) -> str:
+        name = f" {self._metadata['name']}" if "name" in self._metadata else ""
+        actions = int(np.count_nonzero(self._codes) - np.count_nonzero(packed.is_joined(self._codes)))
+        counts = [
+            _counted(self.ranks, "rank"),
+            _counted(self.stages, "stage"),
+            _counted(self._microbatches, "microbatch"),
+            _counted(actions, "action"),
+        ]
+        return f"<Schedule{name}: {', '.join(counts)}>"
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a schedule cannot be changed (setting {name!r}); build a new one")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a schedule cannot be changed (deleting {name!r}); build a new one")
+
+    def __copy__(self) -> Schedule:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Schedule:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = [self.codes_of(rank) for rank in range(self.ranks)]
+        return _unpickled, (rows, self._placement, self._microbatches, dict(self._metadata))
+
+
+class _Rows(Sequence[Row]):
+    """The rows of a schedule, each made of actions when it is first looked at."""
+
+    __slots__ = ("_schedule",)
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    @overload
+    def __getitem__(self, rank: int) -> Row: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, rank: int | slice) -> Row | tuple[Row, ...]:
+        if isinstance(rank, slice):
+            return tuple(self)[rank]
+        number = range(len(self))[rank]
+        made = self._schedule._rows
+        if number not in made:
+            made[number] = packed.unpack_cells(self._schedule.codes_of(number))
+        return made[number]
+
+    def __len__(self) -> int:
+        return self._schedule.ranks
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[rank] for rank in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == [tuple(row) for row in other]
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def _in_rank_order(rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]) -> list[Iterable[Cell]]:
+    if not isinstance(rows, Mapping):
+        return list(rows)
+    if (gap := first_gap(rows)) is not None:
+        raise ScheduleError(
+            f"{len(rows)} rows are those of ranks 0 to {len(rows) - 1}, but there is none for rank {gap}"
+        )
+    return [rows[rank] for rank in range(len(rows))]
+
+
+def _checked_cells(rank: int, row: Iterable[Cell]) -> list[Action | None]:
+    cells: list[Action | None] = []
+    for cell in row:
+        if cell is None or isinstance(cell, Action):
+            cells.append(cell)
+        elif isinstance(cell, str):
+            try:
+                cells.append(parse_cell(cell))
+            except ReadError as error:
+                raise error.at(row=rank + 1, cell=len(cells) + 1) from None
+        else:
+            raise ScheduleError(f"rank {rank}, step {len(cells)}: a cell is an Action, its text or None, not {cell!r}")
+    return cells
+
+
+def _derived_placement(rows: Sequence[Codes]) -> Placement:
+    """Each stage is on the rank that has its actions."""
+    rank_of: dict[int, int] = {}
+    for rank, codes in enumerate(rows):
+        busy = np.flatnonzero(codes)
+        if not len(busy):
+            raise PlacementError(
+                f"rank {rank} does nothing, so its stages are unknown; drop its row, or give placement="
+            )
+        for stage in np.unique(packed.stages(codes[busy])).tolist():
+            if (other := rank_of.setdefault(stage, rank)) != rank:
+                places = [(home, _first_step(rows[home], stage)) for home in (other, rank)]
+                where = " and ".join(f"rank {home} (step {step})" for home, step in places)
+                raise PlacementError(f"stage {stage} is on {where}", stage=stage, places=places)
+    if (gap := first_gap(rank_of)) is not None:
+        raise PlacementError(
+            f"no rank runs stage {gap}, though there is a stage {max(rank_of)}; add its actions, or give placement=",
+            stage=gap,
+        )
+    return Placement.from_mapping(rank_of, len(rows))
+
+
+def _first_step(codes: Codes, stage: int) -> int:
+    here = (packed.stages(codes) == stage) & (codes != packed.IDLE)
+    return int(np.cumsum(~packed.is_joined(codes))[here][0]) - 1
+
+
+def _counted(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _unpickled(rows: Sequence[Codes], placement: Placement, microbatches: int, metadata: Mapping[str, Any]) -> Schedule:
+    return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata=metadata)

@@ -1,0 +1,1 @@
+"""Every known schedule as a pure function of its sizes, and a registry of them by name."""

@@ -1,0 +1,166 @@
+"""The compactor for schedules that repeat one building block per microbatch, on ranks with two stages in a V.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024: the lifespan of the activations in the block sets the
+memory of the schedule. Every sixth tick a microbatch enters, and on each rank its four passes F0, F1, I1 and I0 keep
+their offsets; the two slots left over are for the weight gradients. Repeated like that the block wastes time where the
+pipeline fills and drains, so the order is then run tick by tick, every rank taking what it can earlier as long as it
+keeps within the memory of the plain repetition.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+
+from penstock.ir import packed
+from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.ir.packed import Codes
+
+#: The ticks at which a rank runs F0, F1, I1 and I0 of microbatch 0.
+Block: TypeAlias = tuple[int, int, int, int]
+
+#: A microbatch is six passes on every rank: two forwards, two input gradients, two weight gradients.
+PERIOD: Final = 6
+
+_F0, _F1, _I1, _I0, _W1, _W0 = range(PERIOD)
+_KINDS: Final = (FORWARD, FORWARD, BACKWARD_INPUT, BACKWARD_INPUT, BACKWARD_WEIGHT, BACKWARD_WEIGHT)
+_SECOND_STAGE: Final = (False, True, True, False, True, False)
+_LIVE: Final = (+1, +1, 0, 0, -1, -1)
+_NEVER: Final = 1 << 60
+
+
+def repeat_and_compact(blocks: Sequence[Block], microbatches: int) -> list[Codes]:
+    """The rows of the ranks that these blocks are for. O(number of actions) ticks, each rank O(1) choices a tick."""
+    orders = [_repeated(block, microbatches) for block in blocks]
+    limit = max(max(np.cumsum([_LIVE[note] for note in order])) for order in orders)
+    done_forward = [[_NEVER] * microbatches for _ in range(2 * len(blocks))]
+    done_input = [[_NEVER] * microbatches for _ in range(2 * len(blocks))]
+    ranks = [
+        _Rank(rank, order, int(limit), microbatches, done_forward, done_input) for rank, order in enumerate(orders)
+    ]
+    tick, busy = 0, ranks
+    while busy:
+        chosen = [(rank, rank.choose(tick)) for rank in busy]  # all choose before any runs: a tick takes its time
+        for rank, note in chosen:
+            if note is not None:
+                rank.run(note, tick + 1)
+        busy = [rank for rank in busy if rank.left]
+        tick += 1
+    return [rank.codes() for rank in ranks]
+
+
+def _repeated(block: Block, microbatches: int) -> list[int]:
+    """The order of a rank if every microbatch is the same block; weight gradients take the first free slots."""
+    at = {offset + PERIOD * microbatch: note for note, offset in enumerate(block) for microbatch in range(microbatches)}
+    assert len(at) == 4 * microbatches, f"two passes of the block {block} fall on one tick"
+    order: list[int] = []
+    owed: deque[int] = deque()
+    for tick in range(max(at) + 1):
+        if (note := at.get(tick)) is not None:
+            order.append(note)
+            if note in (_I1, _I0):
+                owed.append(_W1 if note == _I1 else _W0)
+        elif owed:
+            order.append(owed.popleft())
+    return [*order, *owed]
+
+
+class _Rank:
+    """What a rank has done, and the order of the plain repetition for the rest."""
+
+    def __init__(
+        self,
+        rank: int,
+        order: list[int],
+        limit: int,
+        microbatches: int,
+        done_forward: list[list[int]],
+        done_input: list[list[int]],
+    ) -> None:
+        first, second = rank, len(done_forward) - 1 - rank
+        self.stages = (first, second)
+        self.limit = limit
+        self.microbatches = microbatches
+        self.left = len(order)
+        self.played: list[int] = []
+        #: How many of each of the six notes are done, and where in the order each of them comes next.
+        self.done = [0] * PERIOD
+        self.places: list[list[int]] = [[] for _ in range(PERIOD)]
+        for place, note in enumerate(order):
+            self.places[note].append(place)
+        for places in self.places:
+            places.append(_NEVER)
+        self.next = [places[0] for places in self.places]
+        #: The live activations after each place of the order, if the rest is run as it stands.
+        self.live = np.cumsum([_LIVE[note] for note in order])
+        nothing = [0] * microbatches
+        self.inputs = {
+            _F0: (done_forward[first - 1] if first else nothing, nothing),
+            _F1: (done_forward[second - 1], nothing),
+            _I1: (done_forward[second], done_input[second + 1] if first else nothing),
+            _I0: (done_forward[first], done_input[first + 1]),
+        }
+        self.outputs = {
+            _F0: done_forward[first],
+            _F1: done_forward[second],
+            _I1: done_input[second],
+            _I0: done_input[first],
+        }
+
+    def choose(self, tick: int) -> int | None:
+        """The note to run at this tick: the earliest in the order that can run.
+
+        Weight gradients keep to their place and fill what would be idle; at the end, when all forwards are done, they
+        only fill: others wait for the input gradients.
+        """
+        done, place_of = self.done, self.next
+        head = min(place_of)
+        weight = self._ready_weight()
+        draining = done[_F0] == done[_F1] == self.microbatches
+        if weight is not None and not draining and place_of[weight] == head:
+            return weight
+        best, best_place = None, _NEVER
+        for note, (first, second) in self.inputs.items():
+            place = place_of[note]
+            if place >= best_place or first[done[note]] > tick or second[done[note]] > tick:
+                continue
+            if note in (_F0, _F1) and place > head and self.live[head:place].max() >= self.limit:
+                continue
+            best, best_place = note, place
+        return weight if best is None else best
+
+    def _ready_weight(self) -> int | None:
+        """The weight gradient that comes first in the order, among those whose input gradient is done."""
+        first, second = self.done[_W0] < self.done[_I0], self.done[_W1] < self.done[_I1]
+        if first and second:
+            return _W0 if self.next[_W0] < self.next[_W1] else _W1
+        if first:
+            return _W0
+        return _W1 if second else None
+
+    def run(self, note: int, end: int) -> None:
+        """Do it now; it ends at the given tick."""
+        number, head = self.done[note], min(self.next)
+        if _LIVE[note]:  # from now until its place in the order comes, it has been done already
+            self.live[head : self.next[note]] += _LIVE[note]
+        if note in self.outputs:
+            self.outputs[note][number] = end
+        self.done[note] += 1
+        self.next[note] = self.places[note][number + 1]
+        self.left -= 1
+        self.played.append(note)
+
+    def codes(self) -> Codes:
+        """What was done, packed."""
+        notes = np.array(self.played)
+        codes = np.zeros(len(notes), np.int64)
+        for note, kind in enumerate(_KINDS):
+            stage = self.stages[_SECOND_STAGE[note]]
+            codes[notes == note] = packed.pack(stage, kind, np.arange(self.microbatches))
+        return codes

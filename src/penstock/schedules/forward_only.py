@@ -1,0 +1,25 @@
+"""ForwardOnly: evaluation, no backward at all."""
+
+from __future__ import annotations
+
+from penstock.ir.actions import FORWARD
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.schedules.interleaving import Rounds, only_real
+from penstock.schedules.sizes import check_sizes
+
+
+def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """Send every microbatch through, in order; with several stages per rank, round by round.
+
+    >>> print(forward_only(ranks=3, microbatches=4).grid())
+    step   0   1   2   3   4   5
+    rank 0 0F0 0F1 0F2 0F3
+    rank 1 .   1F0 1F1 1F2 1F3
+    rank 2 .   .   2F0 2F1 2F2 2F3
+    """
+    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    placement = Placement.loop(ranks, ranks * stages_per_rank)
+    rounds = Rounds.of(ranks, microbatches)
+    rows = [only_real(rounds.stream(placement.stages_of(rank), FORWARD), microbatches) for rank in range(ranks)]
+    return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata={"name": "ForwardOnly"})

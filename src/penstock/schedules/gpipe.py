@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards. Simple, and holds every activation at once.
+
+Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2018.
+"""
+
+from __future__ import annotations
+
+from penstock.ir.actions import FORWARD, FULL_BACKWARD
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.schedules.sizes import check_sizes
+from penstock.schedules.weaving import stream, weave
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """Run every forward, then every backward.
+
+    >>> print(gpipe(ranks=3, microbatches=3).grid())
+    step   0   1   2   3   4   5   6   7   8   9
+    rank 0 0F0 0F1 0F2 .   .   .   .   0B0 0B1 0B2
+    rank 1 .   1F0 1F1 1F2 .   .   1B0 1B1 1B2
+    rank 2 .   .   2F0 2F1 2F2 2B0 2B1 2B2
+    """
+    check_sizes(ranks=ranks, microbatches=microbatches)
+    rows = [
+        weave((0, stream(rank, FORWARD, microbatches)), (microbatches, stream(rank, FULL_BACKWARD, microbatches)))
+        for rank in range(ranks)
+    ]
+    return Schedule.from_codes(
+        rows, placement=Placement.loop(ranks, ranks), microbatches=microbatches, metadata={"name": "GPipe"}
+    )

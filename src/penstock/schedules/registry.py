@@ -1,0 +1,116 @@
+"""Schedules by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Final
+
+from penstock.errors import SizeError, UnknownScheduleError
+from penstock.schedules.dual_pipe_v import dual_pipe_v
+from penstock.schedules.forward_only import forward_only
+from penstock.schedules.gpipe import gpipe
+from penstock.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
+from penstock.schedules.interleaved_zero_bubble import interleaved_zero_bubble
+from penstock.schedules.looped_bfs import looped_bfs
+from penstock.schedules.one_f_one_b import one_f_one_b
+from penstock.schedules.v_half import v_half
+from penstock.schedules.v_min import v_min
+from penstock.schedules.zb_h1 import zb_h1
+from penstock.schedules.zb_h2 import zb_h2
+from penstock.schedules.zbv_zero_bubble import zbv_zero_bubble
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A schedule that can be built by name.
+
+    Attributes:
+        name: what it is called; case and punctuation do not matter.
+        generate: the pure function that builds it.
+        stages_per_rank: how many stages a rank has unless asked otherwise.
+        any_stages: whether it can be asked otherwise.
+        summary: one line on it.
+    """
+
+    name: str
+    generate: Callable[..., Schedule]
+    stages_per_rank: int
+    any_stages: bool
+    summary: str
+
+
+def _recipe(name: str, generate: Callable[..., Schedule], stages_per_rank: int, *, any_stages: bool = False) -> Recipe:
+    return Recipe(name, generate, stages_per_rank, any_stages, (generate.__doc__ or "").partition("\n")[0])
+
+
+#: Every schedule, the classic ones first.
+RECIPES: Final = (
+    _recipe("ForwardOnly", forward_only, 1, any_stages=True),
+    _recipe("GPipe", gpipe, 1),
+    _recipe("1F1B", one_f_one_b, 1),
+    _recipe("Interleaved1F1B", interleaved_one_f_one_b, 2, any_stages=True),
+    _recipe("LoopedBFS", looped_bfs, 2, any_stages=True),
+    _recipe("ZB-H1", zb_h1, 1),
+    _recipe("ZB-H2", zb_h2, 1),
+    _recipe("InterleavedZeroBubble", interleaved_zero_bubble, 2, any_stages=True),
+    _recipe("ZBVZeroBubble", zbv_zero_bubble, 2),
+    _recipe("V-Half", v_half, 2),
+    _recipe("V-Min", v_min, 2),
+    _recipe("DualPipeV", dual_pipe_v, 2),
+)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of this name, however it is capitalised or hyphenated.
+
+    >>> recipe("zbh1").name
+    'ZB-H1'
+    >>> recipe("interleaved-1f1b").stages_per_rank
+    2
+    """
+    found = _BY_KEY.get(_key(name))
+    if found is None:
+        near = get_close_matches(_key(name), _BY_KEY, n=3)
+        raise UnknownScheduleError(
+            name, near=[_BY_KEY[key].name for key in near], known=[known.name for known in RECIPES]
+        )
+    return found
+
+
+def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+    """Build the schedule of this name.
+
+    Args:
+        name: e.g. ``"1F1B"``; ``penstock show`` lists them all.
+        ranks: how many ranks the pipeline has.
+        microbatches: how many microbatches one step of training has; any number from 1 works.
+        stages_per_rank: how many stages each rank has, for the schedules that leave a choice.
+
+    >>> build("GPipe", ranks=2, microbatches=2)
+    <Schedule GPipe: 2 ranks, 2 stages, 2 microbatches, 8 actions>
+    """
+    chosen = recipe(name)
+    if chosen.any_stages:
+        stages = chosen.stages_per_rank if stages_per_rank is None else stages_per_rank
+        return chosen.generate(ranks, microbatches, stages)
+    if stages_per_rank not in (None, chosen.stages_per_rank):
+        raise SizeError(
+            f"{chosen.name} has {chosen.stages_per_rank} stage{'s' * (chosen.stages_per_rank > 1)} per rank, not "
+            f"{stages_per_rank}; leave stages_per_rank out",
+            field="stages_per_rank",
+            value=stages_per_rank,
+        )
+    return chosen.generate(ranks, microbatches)
+
+
+def _key(name: str) -> str:
+    return "".join(letter for letter in name.casefold() if letter.isalnum())
+
+
+_BY_KEY: Final = {_key(known.name): known for known in RECIPES}
