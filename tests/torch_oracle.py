@@ -12,19 +12,21 @@ from torch.distributed.pipelining import schedules as upstream
 Order = list[list[str]]
 
 
-def _stage(ranks: int, stages: int, index: int = 0) -> Any:
+def counting_stage(ranks: int, stages: int, index: int = 0) -> Any:
     """A stage that only counts: torch's schedules ask it for no more, and a real one needs a process group."""
     return SimpleNamespace(
         group_rank=index % ranks, group_size=ranks, num_stages=stages, stage_index=index, submod=None
     )
 
 
-def instance(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Any:
-    """A schedule object of torch's, made by its own constructor; only the lowering is left out, which is slow."""
+def instance(name: str, ranks: int, microbatches: int, stages_per_rank: int, *, lowered: bool = False) -> Any:
+    """A schedule object of torch's, made by its own constructor; its lowering is slow, and left out unless wanted."""
     kind = upstream.get_schedule_class(name)
-    stage = _stage(ranks, ranks * stages_per_rank)
+    stage = counting_stage(ranks, ranks * stages_per_rank)
     if issubclass(kind, upstream.PipelineScheduleSingle):
         return kind(stage, microbatches)
+    if lowered:
+        return kind([stage] * stages_per_rank, microbatches)
     with mock.patch.object(upstream._PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
         return kind([stage] * stages_per_rank, microbatches)
 
@@ -42,7 +44,7 @@ def executed_order(kind: type, ranks: int, microbatches: int) -> Order:
     """The order in which a single-stage schedule of torch's calls the stage in step(), rank by rank."""
     order = []
     for rank in range(ranks):
-        stage = _stage(ranks, ranks, rank)
+        stage = counting_stage(ranks, ranks, rank)
         calls: list[str] = []
 
         def forward(microbatch: int, *_: Any, rank: int = rank, calls: list[str] = calls, **__: Any) -> None:

@@ -65,24 +65,32 @@ def _short_lines(text: str) -> Iterator[str]:
         yield line
 
 
-#: For each stage of a whole schedule there are as many of each of these as for the others.
-_EQUAL_COUNTS: Final = {
-    "forwards": (FORWARD,),
-    "backwards": (FULL_BACKWARD, BACKWARD_INPUT),
-    "weight gradients": (FULL_BACKWARD, BACKWARD_WEIGHT),
+#: Each stage of a whole schedule does each of these once for every microbatch.
+_ONCE: Final = {
+    "forward": (FORWARD,),
+    "backward": (FULL_BACKWARD, BACKWARD_INPUT),
+    "weight gradient": (FULL_BACKWARD, BACKWARD_WEIGHT),
 }
 
 
 def _check_not_cut_off(schedule: Schedule) -> None:
-    """A file whose last line does not end is whole only if every stage has done as much as the others."""
-    types, stages = packed.types(schedule.codes), packed.stages(schedule.codes)
-    for noun, kinds in _EQUAL_COUNTS.items():
-        chosen = np.isin(types, [packed.TYPE_NUMBER[kind] for kind in kinds])
-        counts = np.bincount(stages[chosen], minlength=schedule.stages)
-        if counts.min() != counts.max():
+    """A file whose last line does not end is whole only if every stage has done as much as the others, each once.
+
+    (What is left of a cut ``1B12`` may be ``1B1``.)
+    """
+    for noun, kinds in _ONCE.items():
+        chosen = schedule.codes[np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in kinds])]
+        stages, microbatches = packed.stages(chosen), packed.microbatches(chosen)
+        counts = np.bincount(stages, minlength=schedule.stages)
+        least, most = counts.argmin(), counts.argmax()
+        reason = ""
+        if counts[least] < counts[most]:
+            reason = f"stage {least} has {counts[least]} {noun}s where stage {most} has {counts[most]}"
+        elif len(np.unique(packed.pack(stages, FORWARD, microbatches))) < len(chosen):
+            reason = f"a stage has the {noun} of one microbatch twice"
+        if reason:
             raise FormatError(
-                f"seems cut off: its last row does not end, and stage {counts.argmin()} has {counts.min()} {noun} "
-                f"where stage {counts.argmax()} has {counts.max()}; if it is whole, end the row with a line break",
+                f"seems cut off: its last row does not end, and {reason}; if it is whole, end the row with a line break",
                 row=schedule.ranks,
             )
 

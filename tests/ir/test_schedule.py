@@ -1,0 +1,132 @@
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from penstock import Action, Placement, PlacementError, Schedule, ScheduleError, ScheduleSyntaxError, SizeError
+from strategies import schedules
+
+ROWS = {0: ["0F0", None, None, "0B0"], 1: [None, "1F0", "1B0"]}
+
+
+def test_from_a_dict_rows_or_text():
+    schedule = Schedule(ROWS)
+    assert schedule == Schedule([["0F0", "", " ", "0B0"], ["", "1F0", "1B0"]])
+    assert schedule == Schedule({1: iter(ROWS[1]), 0: ROWS[0]})
+    assert schedule == Schedule.from_text("0F0 . . 0B0\n. 1F0 1B0")
+    assert (schedule.ranks, schedule.stages, schedule.microbatches, schedule.steps) == (2, 2, 1, 4)
+    assert schedule.placement == Placement.loop(2, 2)
+    assert schedule.actions[1] == (None, Action.from_str("1F0"), Action.from_str("1B0"))
+    assert schedule.actions[-1] == schedule.actions[1]
+
+
+def test_actions_behave_like_a_tuple_of_rows():
+    actions = Schedule(ROWS).actions
+    assert len(actions) == 2
+    assert actions[0] is actions[0], "made once"
+    assert actions[:1] == (actions[0],)
+    assert actions == [list(actions[0]), list(actions[1])]
+    assert repr(actions) == "((0F0, None, None, 0B0), (None, 1F0, 1B0))"
+    with pytest.raises(IndexError):
+        actions[2]
+
+
+@given(schedules())
+def test_a_schedule_is_a_value(schedule):
+    again = Schedule([[None if cell is None else str(cell) for cell in row] for row in schedule.actions])
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    assert copy.deepcopy(schedule) is schedule
+
+
+def test_metadata_are_not_content():
+    named = Schedule(ROWS, metadata={"name": "mine"})
+    assert named == Schedule(ROWS)
+    assert repr(named) == "<Schedule mine: 2 ranks, 2 stages, 1 microbatch, 4 actions>"
+    assert pickle.loads(pickle.dumps(named)).metadata == {"name": "mine"}
+    with pytest.raises(TypeError):
+        named.metadata["name"] = "other"
+
+
+def test_it_cannot_be_changed():
+    schedule = Schedule(ROWS)
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        schedule.microbatches = 3
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del schedule._codes
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.codes[0] = 0
+    codes = np.array(schedule.codes_of(0))
+    from_codes = Schedule.from_codes([codes])
+    codes[:] = 0
+    assert from_codes == Schedule([ROWS[0]]), "the caller's array is not shared"
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"microbatches": 1}, True),
+        ({"microbatches": 2}, False),
+        ({"placement": Placement.loop(2, 2)}, True),
+        ({"placement": Placement.loop(2, 3)}, False),
+    ],
+)
+def test_equality_goes_by_content(change, same):
+    assert (Schedule(ROWS, **change) == Schedule(ROWS)) is same
+    assert (hash(Schedule(ROWS, **change)) == hash(Schedule(ROWS))) is same
+    assert Schedule(ROWS) != "a schedule"
+
+
+def test_compute_only_or_lowered():
+    assert Schedule(ROWS).compute_only
+    assert Schedule([["(0F1;1B0)OVERLAP_F_B", None]]).compute_only
+    assert not Schedule([["0F0", "0REDUCE_GRAD"]]).compute_only
+    assert Schedule([["0F0", "0SEND_F0"]]).lowered
+
+
+def test_a_stage_on_two_ranks_says_where():
+    with pytest.raises(PlacementError, match=r"stage 1 is on rank 0 \(step 2\) and rank 1 \(step 1\)") as caught:
+        Schedule([["0F0", "(0F1;2B0)OVERLAP_F_B", "1F0"], [None, "1F1"]])
+    assert (caught.value.stage, caught.value.places) == (1, ((0, 2), (1, 1)))
+
+
+def test_a_stage_on_no_rank():
+    with pytest.raises(PlacementError, match="no rank runs stage 1, though there is a stage 2"):
+        Schedule([["0F0"], ["2F0"]])
+    with pytest.raises(PlacementError, match="no rank runs stage 0"):
+        Schedule([["268435455F0"]])
+
+
+def test_a_rank_without_actions_needs_a_placement():
+    with pytest.raises(PlacementError, match="rank 1 does nothing"):
+        Schedule([["0F0"], [None]])
+    assert Schedule([["0F0"], []], placement=Placement((0,), 2)).ranks == 2
+
+
+def test_what_is_given_stands_even_if_the_actions_disagree():
+    schedule = Schedule([["0F0", "1F7"], ["1F0"]], placement=Placement.loop(2, 2), microbatches=1)
+    assert schedule.placement.rank_of == (0, 1)
+    assert schedule.microbatches == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "told"),
+    [
+        (lambda: Schedule([]), ScheduleError, "at least one rank"),
+        (lambda: Schedule({0: ["0F0"], 2: ["1F0"]}), ScheduleError, "none for rank 1"),
+        (lambda: Schedule([["0F0", 3]]), ScheduleError, "rank 0, step 1: a cell is an Action, its text or None, not 3"),
+        (lambda: Schedule([["0F0"], ["1F0", "2Q1"]]), ScheduleSyntaxError, "row 2, cell 2: '2Q1' is not an action"),
+        (lambda: Schedule(ROWS, placement=Placement.loop(3, 3)), PlacementError, "for 3 ranks, but there are 2 rows"),
+        (lambda: Schedule(ROWS, microbatches=-1), SizeError, "cannot be -1"),
+    ],
+)
+def test_mistakes(make, error, told):
+    with pytest.raises(error, match=told):
+        make()
+
+
+def test_steps_count_an_overlap_once():
+    assert Schedule([["(0F1;1B0)OVERLAP_F_B", None, "0F2"]]).steps == 3
