@@ -7,6 +7,7 @@ def test_loop():
     placement = Placement.loop(ranks=3, stages=7)
     assert placement.rank_of == (0, 1, 2, 0, 1, 2, 0)
     assert [placement.stages_of(rank) for rank in range(3)] == [(0, 3, 6), (1, 4), (2, 5)]
+    assert placement.rows == ((0, 3, 6), (1, 4), (2, 5))
     assert placement.stages == 7
 
 

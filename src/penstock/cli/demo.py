@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from penstock.cli.show import page
+from penstock.cli.painting import Picture
+from penstock.cli.show import echo
 from penstock.cli.source import Json
 from penstock.ir.actions import FORWARD
 from penstock.ir.alignment import unit_steps
@@ -37,7 +38,7 @@ def demo(machine: Json = False) -> None:
         schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
         facts.append({"schedule": name, **_checked(schedule)})
         if not machine:
-            page(console, schedule, aligned=None, width=console.width if console.is_terminal else None)
+            echo(console, Picture(schedule, aligned=None, width=console.width if console.is_terminal else None))
             console.print(_told(facts[-1]), "\n", sep="")
     if machine:
         typer.echo(json.dumps(facts, indent=2))

@@ -40,18 +40,32 @@ _LEGEND: Final = {
 }
 
 
-def blocks(schedule: Schedule, *, aligned: bool | None, width: int | None) -> Iterator[Text]:
-    """The picture from left to right; a width of None puts all of it into one block."""
-    columns = grid.cell_columns(schedule, aligned=aligned)
-    lines = [grid.line(row, places) for row, places in zip(schedule.actions, columns, strict=True)]
-    steps = max(map(len, lines))
-    widths = [
-        max(len(str(step)), *(len(grid.cell_text(cells[step])) for cells in lines if step in cells))
-        for step in range(steps)
-    ]
-    label = len(f"rank {schedule.ranks - 1}")
-    for start, end in _cuts(widths, None if width is None else width - label):
-        yield _block(lines, range(start, end), widths, label)
+class Picture:
+    """A schedule laid out for a width; None puts all of it side by side. Painted block by block, when asked."""
+
+    def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None) -> None:
+        self._schedule = schedule
+        columns = grid.cell_columns(schedule, aligned=aligned)
+        self._lines = [grid.line(row, places) for row, places in zip(schedule.actions, columns, strict=True)]
+        self._widths = [self._step_width(step) for step in range(max(map(len, self._lines)))]
+        self._label = len(f"rank {schedule.ranks - 1}")
+        self._cuts = list(_cuts(self._widths, None if width is None else width - self._label))
+
+    @property
+    def height(self) -> int:
+        """How many lines it takes, with the blank one after each block, the legend and the summary."""
+        return len(self._cuts) * (len(self._lines) + 2) + 2
+
+    def __iter__(self) -> Iterator[Text]:
+        """The blocks from left to right, then what the letters mean and what it is."""
+        for start, end in self._cuts:
+            yield _block(self._lines, range(start, end), self._widths, self._label).append("\n")
+        yield legend(self._schedule)
+        yield Text(str(self._schedule)[1:-1])
+
+    def _step_width(self, step: int) -> int:
+        texts = [grid.cell_text(cells[step]) for cells in self._lines if step in cells]
+        return max(map(len, [str(step), *texts]))
 
 
 def legend(schedule: Schedule) -> Text:

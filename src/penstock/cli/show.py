@@ -10,17 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli import painting
+from penstock.cli.painting import Picture
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.ir.formats.versioned_json import json_from_schedule
 from penstock.schedules.registry import RECIPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.text import Text
-
-    from penstock.ir.schedule import Schedule
 
 
 def show(
@@ -42,7 +38,7 @@ def show(
 
     Example: penstock show ZBVZeroBubble --ranks 4 --microbatches 8
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=width)
     if source is None:
         _list(console, machine=machine)
         return
@@ -50,34 +46,28 @@ def show(
     if machine:
         typer.echo(json_from_schedule(schedule), nl=False)
         return
-    room = width or (console.width if console.is_terminal else None)
-    page(console, schedule, aligned=False if as_written else None, width=room)
+    fit = width is not None or console.is_terminal
+    page(console, Picture(schedule, aligned=False if as_written else None, width=console.width if fit else None))
 
 
-def page(console: Console, schedule: Schedule, *, aligned: bool | None, width: int | None) -> None:
+def page(console: Console, picture: Picture) -> None:
     """Print the picture; through a pager if it is higher than the terminal."""
-    picture = painting.blocks(schedule, aligned=aligned, width=width)
-    first, second = next(picture, None), next(picture, None)
-    parts = [part for part in (first, second) if part is not None]
-    height = sum(schedule.ranks + 2 for _ in parts) + 3
-    if console.is_terminal and height > console.height:
-        click.echo_via_pager(_rendered(console, schedule, parts, picture), color=not console.no_color)
-        return
-    for text in _rendered(console, schedule, parts, picture):
-        typer.echo(text, nl=False, color=console.is_terminal)
+    if console.is_terminal and picture.height > console.height:
+        click.echo_via_pager((_ansi(console, part) for part in picture), color=True)
+    else:
+        echo(console, picture)
 
 
-def _rendered(console: Console, schedule: Schedule, parts: list[Text], rest: Iterator[Text]) -> Iterator[str]:
-    """The text, block by block, so that a pager has something to show at once."""
-    for part in (*parts, *rest):
-        yield _ansi(console, part) + "\n"
-    yield _ansi(console, painting.legend(schedule))
-    yield f"{str(schedule)[1:-1]}\n"
+def echo(console: Console, picture: Picture) -> None:
+    """Print the picture, however high it is."""
+    for part in picture:
+        typer.echo(_ansi(console, part), nl=False, color=True)
 
 
 def _ansi(console: Console, text: Text) -> str:
+    """The text with the colours that this console can show: none if it is a pipe."""
     with console.capture() as captured:
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=text.no_wrap)
     return captured.get()
 
 

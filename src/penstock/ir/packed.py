@@ -11,7 +11,7 @@ packed itself: its sub-actions stand one after the other, and each but the first
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -64,20 +64,30 @@ def pack_cells(cells: Iterable[Action | None]) -> Codes:
 
 def unpack_cells(codes: Codes) -> tuple[Action | None, ...]:
     """The row of actions and idle steps that these codes stand for."""
-    new = tuple.__new__  # the codes were made from checked actions
-    leaves = [
-        new(Action, (stage, _TYPES[kind], microbatch if microbatch >= 0 else None, None)) if kind else None
-        for stage, kind, microbatch in zip(
-            stages(codes).tolist(), types(codes).tolist(), microbatches(codes).tolist(), strict=True
-        )
-    ]
+    leaves = _unpack_leaves(codes)
     if not is_joined(codes).any():
         return tuple(leaves)
     bounds = [*cell_starts(codes).tolist(), len(leaves)]
     return tuple(
-        leaves[start] if end - start == 1 else new(Action, (NO_STAGE, OVERLAP_F_B, None, tuple(leaves[start:end])))
+        leaves[start]
+        if end - start == 1
+        else tuple.__new__(Action, (NO_STAGE, OVERLAP_F_B, None, tuple(leaves[start:end])))
         for start, end in pairwise(bounds)
     )
+
+
+def _unpack_leaves(codes: Codes) -> list[Action | None]:
+    kinds = [_TYPES[number] for number in types(codes).tolist()]
+    of_microbatch = microbatches(codes)
+    numbers = of_microbatch.tolist()
+    for place in np.flatnonzero(of_microbatch < 0).tolist():
+        numbers[place] = None
+    fields = zip(stages(codes).tolist(), kinds, numbers, repeat(None), strict=False)
+    # Action.__new__ checks its fields; these were checked when they were packed.
+    leaves: list[Action | None] = list(map(tuple.__new__, repeat(Action), fields))
+    for place in np.flatnonzero(codes == IDLE).tolist():
+        leaves[place] = None
+    return leaves
 
 
 def stages(codes: Codes) -> NDArray[np.int64]:

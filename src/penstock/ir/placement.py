@@ -74,6 +74,14 @@ class Placement:
         """How many stages there are."""
         return len(self.rank_of)
 
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank, ascending. O(stages)."""
+        rows: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, rank in enumerate(self.rank_of):
+            rows[rank].append(stage)
+        return tuple(map(tuple, rows))
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on a rank, ascending."""
         return tuple(stage for stage, home in enumerate(self.rank_of) if home == rank)

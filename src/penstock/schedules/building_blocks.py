@@ -9,6 +9,7 @@ keeps within the memory of the plain repetition.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -39,8 +40,8 @@ def repeat_and_compact(blocks: Sequence[Block], microbatches: int) -> list[Codes
     """The rows of the ranks that these blocks are for. O(number of actions) ticks, each rank O(1) choices a tick."""
     orders = [_repeated(block, microbatches) for block in blocks]
     limit = max(max(np.cumsum([_LIVE[note] for note in order])) for order in orders)
-    done_forward = [[_NEVER] * microbatches for _ in range(2 * len(blocks))]
-    done_input = [[_NEVER] * microbatches for _ in range(2 * len(blocks))]
+    done_forward = [array("q", [_NEVER]) * microbatches for _ in range(2 * len(blocks))]
+    done_input = [array("q", [_NEVER]) * microbatches for _ in range(2 * len(blocks))]
     ranks = [
         _Rank(rank, order, int(limit), microbatches, done_forward, done_input) for rank, order in enumerate(orders)
     ]
@@ -80,18 +81,18 @@ class _Rank:
         order: list[int],
         limit: int,
         microbatches: int,
-        done_forward: list[list[int]],
-        done_input: list[list[int]],
+        done_forward: list[array[int]],
+        done_input: list[array[int]],
     ) -> None:
         first, second = rank, len(done_forward) - 1 - rank
         self.stages = (first, second)
         self.limit = limit
         self.microbatches = microbatches
         self.left = len(order)
-        self.played: list[int] = []
+        self.played = array("b")
         #: How many of each of the six notes are done, and where in the order each of them comes next.
         self.done = [0] * PERIOD
-        self.places: list[list[int]] = [[] for _ in range(PERIOD)]
+        self.places = [array("q") for _ in range(PERIOD)]
         for place, note in enumerate(order):
             self.places[note].append(place)
         for places in self.places:
@@ -99,7 +100,7 @@ class _Rank:
         self.next = [places[0] for places in self.places]
         #: The live activations after each place of the order, if the rest is run as it stands.
         self.live = np.cumsum([_LIVE[note] for note in order])
-        nothing = [0] * microbatches
+        nothing = array("q", [0]) * microbatches
         self.inputs = {
             _F0: (done_forward[first - 1] if first else nothing, nothing),
             _F1: (done_forward[second - 1], nothing),
@@ -158,7 +159,7 @@ class _Rank:
 
     def codes(self) -> Codes:
         """What was done, packed."""
-        notes = np.array(self.played)
+        notes = np.frombuffer(self.played, np.int8)
         codes = np.zeros(len(notes), np.int64)
         for note, kind in enumerate(_KINDS):
             stage = self.stages[_SECOND_STAGE[note]]

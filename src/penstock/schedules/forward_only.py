@@ -21,5 +21,5 @@ def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sch
     check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     rounds = Rounds.of(ranks, microbatches)
-    rows = [only_real(rounds.stream(placement.stages_of(rank), FORWARD), microbatches) for rank in range(ranks)]
+    rows = [only_real(rounds.stream(stages, FORWARD), microbatches) for stages in placement.rows]
     return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata={"name": "ForwardOnly"})

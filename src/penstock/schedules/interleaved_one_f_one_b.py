@@ -25,8 +25,7 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int 
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     rounds = Rounds.of(ranks, microbatches)
     rows = []
-    for rank in range(ranks):
-        stages = placement.stages_of(rank)
+    for rank, stages in enumerate(placement.rows):
         forwards = rounds.stream(stages, FORWARD)
         backwards = rounds.stream(stages[::-1], FULL_BACKWARD)
         fill = min((stages_per_rank - 1) * rounds.size + 2 * (ranks - 1 - rank), len(forwards))

@@ -25,8 +25,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     rounds = Rounds.of(ranks, microbatches)
     rows = []
-    for rank in range(ranks):
-        stages = placement.stages_of(rank)
+    for rank, stages in enumerate(placement.rows):
         forwards = rounds.stream(stages, FORWARD)
         inputs = rounds.stream(stages[::-1], BACKWARD_INPUT)
         weights = rounds.stream(stages[::-1], BACKWARD_WEIGHT)

@@ -27,8 +27,8 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     one_round = Rounds(1, microbatches)
     rows = []
-    for rank in range(ranks):
-        forwards = one_round.stream(placement.stages_of(rank), FORWARD)
+    for stages in placement.rows:
+        forwards = one_round.stream(stages, FORWARD)
         back = forwards[::-1]
         backwards = packed.pack(packed.stages(back), FULL_BACKWARD, packed.microbatches(back))
         rows.append(np.concatenate([forwards, backwards]))

@@ -90,7 +90,7 @@ def _check_not_cut_off(schedule: Schedule) -> None:
             reason = f"a stage has the {noun} of one microbatch twice"
         if reason:
             raise FormatError(
-                f"seems cut off: its last row does not end, and {reason}; if it is whole, end the row with a line break",
+                f"seems cut off: its last row does not end, and {reason}; if it is whole, add a line break",
                 row=schedule.ranks,
             )
 

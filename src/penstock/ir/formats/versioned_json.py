@@ -45,14 +45,8 @@ def json_from_schedule(schedule: Schedule) -> str:
     except (TypeError, ValueError) as fault:
         raise WriteError(f"the metadata do not fit into JSON: {fault}") from None
     ranks = [
-        json.dumps(
-            {
-                "rank": rank,
-                "stages": schedule.placement.stages_of(rank),
-                "actions": [None if cell is None else str(cell) for cell in row],
-            }
-        )
-        for rank, row in enumerate(schedule.actions)
+        json.dumps({"rank": rank, "stages": stages, "actions": [None if cell is None else str(cell) for cell in row]})
+        for rank, (stages, row) in enumerate(zip(schedule.placement.rows, schedule.actions, strict=True))
     ]
     lines.append('  "ranks": [\n    ' + ",\n    ".join(ranks) + "\n  ]")
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,0 +1,183 @@
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from textwrap import dedent
+from time import monotonic
+
+import pytest
+
+import penstock as ps
+
+PENSTOCK = str(Path(sys.executable).parent / "penstock")
+ZOO = Path(__file__).parent.parent / "fixtures" / "zoo"
+
+
+def penstock(*arguments, **options):
+    plain = {**os.environ, "NO_COLOR": "1", "COLUMNS": "80"}
+    plain.pop("FORCE_COLOR", None)
+    return subprocess.run(
+        [PENSTOCK, *arguments], capture_output=True, text=True, check=False, timeout=60, env=plain, **options
+    )
+
+
+def in_a_terminal(*arguments, columns=60, lines=24, pager="cat"):
+    """What the command writes to a real terminal of this size."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES=str(lines), PAGER=pager)
+        for name in ("NO_COLOR", "CI"):
+            os.environ.pop(name, None)
+        os.execv(PENSTOCK, [PENSTOCK, *arguments])
+    written, end = b"", monotonic() + 60
+    with suppress(OSError):  # a terminal that is closed answers with an error
+        while monotonic() < end and select.select([terminal], [], [], 60)[0]:
+            if not (piece := os.read(terminal, 65536)):
+                break
+            written += piece
+    os.close(terminal)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status, written.decode().replace("\r\n", "\n")
+
+
+def without_colour(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_show_draws_the_grid():
+    result = penstock("show", "1F1B", "--ranks", "2", "--microbatches", "3")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    assert result.stdout == dedent("""\
+        step   0   1   2   3   4   5   6   7
+        rank 0 0F0 0F1 .   0B0 0F2 0B1 .   0B2
+        rank 1 .   1F0 1B0 1F1 1B1 1F2 1B2
+
+        F forward   B backward   . idle
+        Schedule 1F1B: 2 ranks, 2 stages, 3 microbatches, 12 actions
+    """)
+
+
+def test_a_pipe_gets_whole_lines():
+    result = penstock("show", "interleaved1f1b", "-r", "2", "-m", "40", "-s", "3")
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["step", "rank", "rank"]
+    assert len(lines[1]) > 900
+    assert "6 stages, 40 microbatches" in lines[-1]
+
+
+def test_show_fits_a_given_width():
+    result = penstock("show", "DualPipeV", "-r", "2", "-m", "6", "--width", "50")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert sum(line.startswith("step") for line in lines) > 3
+    cells = " ".join(line[6:] for line in lines if line.startswith("rank 0")).split()
+    assert [c for c in cells if c != "."] == [str(a) for a in ps.build("DualPipeV", ranks=2, microbatches=6).actions[0]]
+
+
+def test_show_in_a_terminal_has_colour_and_fits():
+    status, written = in_a_terminal("show", "ZBVZeroBubble", "-r", "2", "-m", "4", columns=60)
+    assert status == 0
+    assert "\x1b[1;34m0F0\x1b[0m" in written
+    lines = without_colour(written).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert sum(line.startswith("step") for line in lines) == 2
+
+
+def test_long_ones_are_paged():
+    status, written = in_a_terminal("show", "1F1B", "-r", "8", "-m", "64", columns=60, lines=24, pager="head -n 3")
+    assert status == 0
+    assert len(written.splitlines()) == 3
+    assert "\x1b[1;34m0F0" in written
+
+
+def test_short_ones_are_not_paged():
+    _, written = in_a_terminal("show", "1F1B", "-r", "2", "-m", "2", pager="false")
+    assert "rank 1" in without_colour(written)
+
+
+def test_show_without_a_name_lists_the_schedules():
+    result = penstock("show")
+    assert result.returncode == 0
+    for name in ("GPipe", "V-Half", "DualPipeV"):
+        assert name in result.stdout
+    known = json.loads(penstock("show", "--json").stdout)
+    assert known[2]["name"] == "1F1B"
+
+
+def test_show_a_file_and_its_json():
+    result = penstock("show", str(ZOO / "unbalanced.txt"))
+    assert "rank 1 .   .   2F0 3F0 .   .   3B0 2B0 .   ." in result.stdout
+    document = json.loads(penstock("show", str(ZOO / "unbalanced.txt"), "--json").stdout)
+    assert [entry["stages"] for entry in document["ranks"]] == [[0, 1, 4], [2, 3]]
+
+
+def test_as_written():
+    result = penstock("show", "GPipe", "-r", "2", "-m", "1", "--as-written")
+    assert "rank 1 1F0 1B0" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["show", "1F2B"], "no schedule is called '1F2B'; did you mean 1F1B?"),
+        (["show", "nothing.csv"], "nothing.csv: cannot be read: No such file or directory"),
+        (["show", "1F1B", "--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["show", "GPipe", "-s", "2"], "GPipe has 1 stage per rank, not 2; leave stages_per_rank out"),
+        (["show", str(ZOO / "with_w.txt"), "-r", "2"], "has its own sizes; leave --ranks 2 out"),
+        (["convert", "GPipe", "out.yaml"], "the suffix '.yaml' is not one of a schedule"),
+        (["show", "1F1B", "--ranks", "two"], "Invalid value for '--ranks'"),
+        (["shwo"], "No such command 'shwo'"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(arguments, told, tmp_path):
+    result = penstock(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_there_and_back(tmp_path):
+    for target in ("it.csv", "it.json", "it.txt", "again.csv"):
+        source = {"it.csv": str(ZOO / "with_w.txt"), "it.json": "it.csv", "it.txt": "it.json"}.get(target, "it.txt")
+        result = penstock("convert", source, target, cwd=tmp_path)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout == f"{target}: Schedule: 2 ranks, 4 stages, 2 microbatches, 24 actions\n"
+    assert ps.read(tmp_path / "again.csv") == ps.read(ZOO / "with_w.txt")
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "it.csv").read_bytes()
+
+
+def test_convert_builds_and_does_not_overwrite_unasked(tmp_path):
+    result = penstock("convert", "ZB-H2", "it.json", "-r", "3", "-m", "5", "--json", cwd=tmp_path)
+    assert json.loads(result.stdout) == {"target": "it.json", "ranks": 3, "stages": 3, "microbatches": 5}
+    refused = penstock("convert", "GPipe", "it.json", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, "penstock: it.json is there already; --force replaces it\n")
+    assert ps.read(tmp_path / "it.json") == ps.build("ZB-H2", ranks=3, microbatches=5)
+    assert penstock("convert", "GPipe", "it.json", "--force", cwd=tmp_path).returncode == 0
+    assert ps.read(tmp_path / "it.json") == ps.build("GPipe", ranks=4, microbatches=8)
+
+
+def test_demo():
+    result = penstock("demo")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "rank 3" in result.stdout
+    facts = json.loads(penstock("demo", "--json").stdout)
+    assert [fact["schedule"] for fact in facts] == ["1F1B", "ZB-H1", "ZBVZeroBubble"]
+    assert all(fact["every_forward_once"] for fact in facts)
+    assert all(all(fact["formats_read_back_equal"].values()) for fact in facts)
+
+
+@pytest.mark.parametrize("command", ["show", "convert", "demo"])
+def test_help_has_an_example(command):
+    assert f"Example: penstock {command}" in penstock(command, "--help").stdout
+
+
+def test_version():
+    assert penstock("--version").stdout == f"penstock {ps.__version__}\n"

@@ -1,0 +1,108 @@
+"""What the papers promise, in an independent evaluator: bubbles and activations held, exactly.
+
+A rank's costs for one microbatch are (F, I, W), shared equally by its stages; activations are held until W, and counted
+in those of a whole rank.
+"""
+
+from fractions import Fraction
+
+import pytest
+
+import interpreter
+import penstock as ps
+
+COSTS = [(1, 1, 1), (4, 4, 2), (3, 4, 2), (6, 5, 3)]
+
+
+def evaluate(name, ranks, microbatches, costs=(1, 1, 1), transfer=0, stages_per_rank=None):
+    """The bubble of the makespan, the bubble of the span, the largest and the smallest peak of a rank."""
+    schedule = ps.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    share = schedule.stages // ranks
+    rows = [[str(cell) for cell in row] for row in schedule.actions]
+    run = interpreter.run(
+        rows, schedule.stages, interpreter.Costs(*(Fraction(cost, share) for cost in costs), Fraction(transfer))
+    )
+    ideal = microbatches * sum(costs)
+    peaks = [Fraction(peak, share) for peak in run.peaks]
+    return run.makespan - ideal, run.span - ideal, max(peaks), min(peaks)
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 13), (8, 24)])
+def test_one_stage_per_rank(p, m, costs):
+    f, b, w = costs
+    assert evaluate("GPipe", p, m, costs)[::2] == ((p - 1) * (f + b + w), m)
+    assert evaluate("1F1B", p, m, costs)[::2] == ((p - 1) * (f + b + w), p)
+    assert evaluate("ZB-H1", p, m, costs)[::2] == ((p - 1) * (f + b - w), p)
+    makespan, span, most, least = evaluate("ZB-H2", p, 2 * m, costs)
+    assert (span, most, least) == ((p - 1) * (f + b - 2 * w), 2 * p - 1, 2 * p - 1)
+    assert makespan >= (p - 1) * f
+
+
+def test_zb_h1_with_dear_weight_gradients():
+    assert evaluate("ZB-H1", 4, 8, (2, 2, 3))[0] == 3 * 2
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(("p", "rounds"), [(2, 3), (4, 2), (4, 3), (8, 3)])
+def test_interleaved(p, rounds, v, costs):
+    f, b, w = costs
+    bubble, _, most, _ = evaluate("Interleaved1F1B", p, p * rounds, costs, stages_per_rank=v)
+    assert (bubble, most) == (Fraction((p - 1) * (f + b + w), v), p + Fraction(p - 1, v))
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (4, 4, 2)])
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 4, 2), (4, 8, 2), (4, 12, 3), (8, 24, 2)])
+def test_interleaved_zero_bubble(p, m, v, costs):
+    f, b, w = costs
+    bubble, _, most, _ = evaluate("InterleavedZeroBubble", p, m, costs, stages_per_rank=v)
+    assert (bubble, most) == (Fraction((p - 1) * (f + b - w), v), p)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
+def test_looped_bfs(p, m):
+    bubble, _, most, _ = evaluate("LoopedBFS", p, m, (2, 2, 2))
+    assert (bubble, most) == (Fraction((p - 1) * 6, 2), m)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 24)])
+def test_zb_v(p, m):
+    assert evaluate("ZBVZeroBubble", p, m) == (Fraction(p - 1, 2), 0, p, p)
+    assert evaluate("ZBVZeroBubble", p, m, (4, 4, 2))[:2] == (2 * (p - 1), 2 * (p - 1))
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_memory_of_v_half_and_v_min(p):
+    """Every rank holds the same, and exactly the fraction that gives the schedule its name."""
+    assert evaluate("V-Half", p, 3 * p)[2:] == (p // 2 + 1, p // 2 + 1)
+    assert evaluate("V-Min", p, 3 * p)[2:] == ((p + 4) // 3, (p + 4) // 3)
+
+
+@pytest.mark.parametrize("p", [4, 6, 8, 16])
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_bubble_of_v_half(p, rounds):
+    assert evaluate("V-Half", p, rounds * p)[1] == Fraction(6 * p - 1 - 3 * (p + 2), 2)
+
+
+@pytest.mark.parametrize("p", [4, 8, 16])
+@pytest.mark.parametrize("rounds", [2, 5])
+def test_bubble_of_v_min(p, rounds):
+    assert evaluate("V-Min", p, rounds * p)[1] == 2 * p - Fraction(5, 2)
+
+
+#: (F, I, W), transfer, ranks, microbatches; then the bubble rates of the span to meet or beat.
+FIGURES = [
+    ((1, 1, 1), 0, 4, 8, {"1F1B": 0.2727, "ZB-H2": 0.0, "ZBVZeroBubble": 0.0, "V-Half": 0.0943, "V-Min": 0.1864}),
+    ((1, 1, 1), 0, 8, 24, {"1F1B": 0.2258, "ZB-H2": 0.0, "ZBVZeroBubble": 0.0, "V-Half": 0.1056, "V-Min": 0.1579}),
+    ((1000, 1000, 1000), 10, 4, 12, {"1F1B": 0.2039, "V-Half": 0.0702, "V-Min": 0.1441}),
+    ((18522, 18086, 9337), 601, 8, 24, {"1F1B": 0.2431, "V-Half": 0.1702, "V-Min": 0.3353}),
+    ((29718, 29444, 19927), 527, 8, 24, {"1F1B": 0.2347, "V-Half": 0.1447, "V-Min": 0.2721}),
+]
+
+
+@pytest.mark.parametrize(("costs", "transfer", "p", "m", "figures"), FIGURES)
+def test_published_figures_are_met(costs, transfer, p, m, figures):
+    for name, figure in figures.items():
+        bubble = evaluate(name, p, m, costs, transfer)[1]
+        assert float(bubble / (bubble + m * sum(costs))) <= figure + 0.00005, name

@@ -1,0 +1,77 @@
+import re
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.schedules import registry
+from penstock.schedules.registry import RECIPES
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
+)
+def test_the_spellings_of_torch_in_any_case(spelling):
+    for name in (spelling, spelling.lower(), spelling.upper()):
+        assert registry.recipe(name).name == spelling
+
+
+@pytest.mark.parametrize("name", ["ZB-H1", "zbh1", "zb_h1", "ZB H1"])
+def test_punctuation_does_not_matter(name):
+    assert ps.build(name, ranks=2, microbatches=2).metadata["name"] == "ZB-H1"
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("1F2B", "1F1B"), ("GPip", "GPipe"), ("zbvzerobuble", "ZBVZeroBubble"), ("VHalv", "V-Half")]
+)
+def test_an_unknown_name_lists_near_ones(name, near):
+    with pytest.raises(ps.UnknownScheduleError) as caught:
+        ps.build(name, ranks=2, microbatches=2)
+    assert caught.value.name == name
+    assert caught.value.near[0] == near
+    assert str(caught.value).startswith(f"no schedule is called {name!r}; did you mean {near}")
+
+
+def test_a_name_like_none_lists_all():
+    with pytest.raises(ps.UnknownScheduleError, match="the known ones are ForwardOnly, GPipe, 1F1B"):
+        ps.build("?", ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field", "told"),
+    [
+        ({"ranks": 0, "microbatches": 1}, "ranks", "ranks must be at least 1, not 0"),
+        ({"ranks": 2, "microbatches": -3}, "microbatches", "microbatches must be at least 1, not -3"),
+        ({"ranks": 2, "microbatches": 1.5}, "microbatches", "microbatches must be a whole number, not 1.5"),
+        ({"ranks": "2", "microbatches": 1}, "ranks", "ranks must be a whole number, not '2'"),
+        ({"ranks": 2, "microbatches": 10**9}, "microbatches", "microbatches=1000000000 is too many"),
+    ],
+)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_sizes_that_cannot_be(recipe, sizes, field, told):
+    with pytest.raises(ps.SizeError, match=told) as caught:
+        ps.build(recipe.name, **sizes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_stages_per_rank(recipe):
+    same = ps.build(recipe.name, ranks=2, microbatches=2)
+    assert same == ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=recipe.stages_per_rank)
+    assert same.stages == 2 * recipe.stages_per_rank
+    if recipe.any_stages:
+        assert ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=5).stages == 10
+        wrong, told = 0, "stages_per_rank must be at least 1, not 0"
+    else:
+        wrong, told = 3, rf"{recipe.name} has {recipe.stages_per_rank} stages? per rank, not 3; leave"
+    with pytest.raises(ps.SizeError, match=told):
+        ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=wrong)
+
+
+def test_every_generator_is_in_the_registry_and_draws_its_picture():
+    folder = Path(registry.__file__).parent
+    drawn = {path.stem for path in folder.glob("*.py") if re.search(r">>> print\(.*\.grid\(", path.read_text())}
+    assert drawn == {recipe.generate.__name__ for recipe in RECIPES}
+    assert all(recipe.generate.__module__ == f"penstock.schedules.{recipe.generate.__name__}" for recipe in RECIPES)
+    assert all(recipe.summary.endswith(".") for recipe in RECIPES)
