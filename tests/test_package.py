@@ -15,8 +15,12 @@ from penstock import errors
 PUBLIC = [
     "Action",
     "ActionError",
+    "CommModel",
     "ComputationType",
+    "Finding",
     "FormatError",
+    "LANES",
+    "ModelError",
     "PenstockError",
     "Placement",
     "PlacementError",
@@ -26,10 +30,16 @@ PUBLIC = [
     "ScheduleSyntaxError",
     "SizeError",
     "UnknownScheduleError",
+    "VerificationError",
     "WriteError",
     "__version__",
     "build",
+    "check",
+    "lower",
     "read",
+    "repair",
+    "safe_models",
+    "verify",
 ]
 
 

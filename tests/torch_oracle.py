@@ -19,14 +19,16 @@ def counting_stage(ranks: int, stages: int, index: int = 0) -> Any:
     )
 
 
-def instance(name: str, ranks: int, microbatches: int, stages_per_rank: int, *, lowered: bool = False) -> Any:
+def instance(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, *, lowered: bool = False, defer: bool = False
+) -> Any:
     """A schedule object of torch's, made by its own constructor; its lowering is slow, and left out unless wanted."""
     kind = upstream.get_schedule_class(name)
     stage = counting_stage(ranks, ranks * stages_per_rank)
     if issubclass(kind, upstream.PipelineScheduleSingle):
         return kind(stage, microbatches)
     if lowered:
-        return kind([stage] * stages_per_rank, microbatches)
+        return kind([stage] * stages_per_rank, microbatches, defer_pp_recv=defer)
     with mock.patch.object(upstream._PipelineScheduleRuntime, "_prepare_schedule_with_comms"):
         return kind([stage] * stages_per_rank, microbatches)
 
@@ -64,3 +66,16 @@ def executed_order(kind: type, ranks: int, microbatches: int) -> Order:
             schedule._step_microbatches([()] * microbatches, [{}] * microbatches)
         order.append(calls)
     return order
+
+
+def upstream_rows(schedule: Any) -> dict[int, list[Any]]:
+    """A schedule of ours as torch's own actions."""
+    return {
+        rank: [None if cell is None else upstream._Action.from_str(str(cell)) for cell in row]
+        for rank, row in enumerate(schedule.actions)
+    }
+
+
+def text(rows: dict[int, list[Any]]) -> Order:
+    """Torch's rows as text."""
+    return [[str(action) for action in rows[rank]] for rank in sorted(rows)]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.errors import (
         ActionError,
         FormatError,
+        ModelError,
         PenstockError,
         PlacementError,
         ReadError,
@@ -28,19 +29,29 @@ if TYPE_CHECKING:
         ScheduleSyntaxError,
         SizeError,
         UnknownScheduleError,
+        VerificationError,
         WriteError,
     )
+    from penstock.graph.models import LANES, CommModel
     from penstock.ir.actions import Action, ComputationType
     from penstock.ir.formats import read
     from penstock.ir.placement import Placement
     from penstock.ir.schedule import Schedule
+    from penstock.lowering.pipeline import lower
+    from penstock.lowering.repair import repair
     from penstock.schedules.registry import build
+    from penstock.verification.check import check, safe_models, verify
+    from penstock.verification.findings import Finding
 
 _HOMES = {
     "Action": "penstock.ir.actions",
     "ActionError": "penstock.errors",
+    "CommModel": "penstock.graph.models",
     "ComputationType": "penstock.ir.actions",
+    "Finding": "penstock.verification.findings",
     "FormatError": "penstock.errors",
+    "LANES": "penstock.graph.models",
+    "ModelError": "penstock.errors",
     "PenstockError": "penstock.errors",
     "Placement": "penstock.ir.placement",
     "PlacementError": "penstock.errors",
@@ -50,16 +61,26 @@ _HOMES = {
     "ScheduleSyntaxError": "penstock.errors",
     "SizeError": "penstock.errors",
     "UnknownScheduleError": "penstock.errors",
+    "VerificationError": "penstock.errors",
     "WriteError": "penstock.errors",
     "build": "penstock.schedules.registry",
+    "check": "penstock.verification.check",
+    "lower": "penstock.lowering.pipeline",
     "read": "penstock.ir.formats",
+    "repair": "penstock.lowering.repair",
+    "safe_models": "penstock.verification.check",
+    "verify": "penstock.verification.check",
 }
 
 __all__ = [
+    "LANES",
     "Action",
     "ActionError",
+    "CommModel",
     "ComputationType",
+    "Finding",
     "FormatError",
+    "ModelError",
     "PenstockError",
     "Placement",
     "PlacementError",
@@ -69,10 +90,16 @@ __all__ = [
     "ScheduleSyntaxError",
     "SizeError",
     "UnknownScheduleError",
+    "VerificationError",
     "WriteError",
     "__version__",
     "build",
+    "check",
+    "lower",
     "read",
+    "repair",
+    "safe_models",
+    "verify",
 ]
 
 

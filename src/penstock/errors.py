@@ -6,7 +6,9 @@
     ├── ScheduleError            a value that cannot be part of a schedule      (also a ValueError)
     │   ├── ActionError            fields of an Action that do not go together
     │   ├── PlacementError         a stage on two ranks, or on none
-    │   └── SizeError              ranks=0, three stages per rank where two are needed
+    │   ├── SizeError              ranks=0, three stages per rank where two are needed
+    │   ├── ModelError             a communication model that there is not
+    │   └── VerificationError      a schedule that would not run as it should: holds the findings
     ├── UnknownScheduleError     a name that the registry does not know         (also a LookupError)
     ├── ReadError                text or a file that cannot be understood       (also a ValueError)
     │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
@@ -22,6 +24,8 @@ from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from penstock.verification.findings import Finding
 
 
 class PenstockError(Exception):
@@ -62,6 +66,28 @@ class SizeError(ScheduleError):
         super().__init__(message)
         self.field = field
         self.value = value
+
+
+class ModelError(ScheduleError):
+    """There is no such communication model."""
+
+
+class VerificationError(ScheduleError):
+    """A schedule would not run as it should.
+
+    Attributes:
+        findings: everything that is wrong with it, as ``check`` returns it.
+        picture: the grid, or the part of it around the findings, with marks.
+    """
+
+    def __init__(self, findings: Sequence[Finding], picture: str) -> None:
+        super().__init__(findings, picture)
+        self.findings = tuple(findings)
+        self.picture = picture
+
+    def __str__(self) -> str:
+        told = "\n".join(f"- {finding}" for finding in self.findings)
+        return f"the schedule is not right:\n{told}\n\n{self.picture}"
 
 
 class UnknownScheduleError(PenstockError, LookupError):

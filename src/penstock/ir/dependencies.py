@@ -5,7 +5,17 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action
+from penstock.ir.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    Action,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +49,34 @@ NEEDS: Final[Mapping[ComputationType, tuple[Need, ...]]] = MappingProxyType(
         BACKWARD_WEIGHT: (_OWN_INPUT_GRADIENT,),
     }
 )
+
+
+class Transfer(NamedTuple):
+    """How what a stage makes gets to a neighbouring stage on another rank.
+
+    Attributes:
+        send: the action of the stage that made it.
+        receive: the action of the stage that needs it.
+        stage_offset: the receiving stage, relative to the sending one.
+        made_by: the types of action that make it; any one of them.
+        needed_by: the types of action that need it; any one of them.
+    """
+
+    send: ComputationType
+    receive: ComputationType
+    stage_offset: int
+    made_by: tuple[ComputationType, ...]
+    needed_by: tuple[ComputationType, ...]
+
+
+#: Activations go to the next stage, gradients to the one before.
+TRANSFERS: Final = (
+    Transfer(SEND_F, RECV_F, +1, _ACTIVATION.any_of, (FORWARD,)),
+    Transfer(SEND_B, RECV_B, -1, _GRADIENT.any_of, (FULL_BACKWARD, BACKWARD_INPUT)),
+)
+
+#: The types of action that send or receive.
+OPERATIONS: Final = tuple(kind for transfer in TRANSFERS for kind in (transfer.send, transfer.receive))
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:

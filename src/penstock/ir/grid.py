@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from penstock.errors import ReadError, ScheduleError, ScheduleSyntaxError
 from penstock.ir.actions import Action, parse_cell
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 IDLE: Final = "."
 
+#: A step of a rank to point at, as (rank, step).
+Mark: TypeAlias = tuple[int, int]
+
 #: A line of a drawing: the cell in each of its columns.
 Line: TypeAlias = dict[int, Action | None]
 
@@ -24,14 +27,15 @@ def draw(
     schedule: Schedule,
     *,
     aligned: bool | None = None,
-    mark: tuple[int, int] | None = None,
+    mark: Mark | Sequence[Mark] | None = None,
     message: str = "",
     ranks: range | None = None,
     steps: range | None = None,
 ) -> str:
     """The grid as text; see ``Schedule.grid``."""
+    marks = _marks(mark)
     shown = range(schedule.ranks) if ranks is None else ranks
-    columns = cell_columns(schedule, aligned=aligned, marked=mark is not None)
+    columns = cell_columns(schedule, aligned=aligned, marked=bool(marks))
     lines = {rank: line(schedule.actions[rank], columns[rank]) for rank in shown}
     window = _window(lines, steps)
     widths = {column: _width(column, lines.values()) for column in window}
@@ -41,8 +45,8 @@ def draw(
     for rank in shown:
         texts = {column: cell_text(cell) for column, cell in lines[rank].items()}
         drawn.append(_joined(f"rank {rank}", label, texts, widths))
-        if mark is not None and mark[0] == rank:
-            drawn.append(_pointer(mark, message, columns[rank], label, widths))
+        if marks.get(rank):
+            drawn.append(_pointer(rank, marks[rank], message, columns[rank], label, widths))
     return "\n".join(drawn)
 
 
@@ -91,20 +95,29 @@ def _joined(label: str, label_width: int, texts: Mapping[int, str], widths: Mapp
     return " ".join([f"{label:<{label_width}}", *cells]).rstrip()
 
 
+def _marks(mark: Mark | Sequence[Mark] | None) -> dict[int, set[int]]:
+    """The marked steps of each rank."""
+    several = () if mark is None else (mark,) if isinstance(mark[0], int) else mark
+    marks: dict[int, set[int]] = {}
+    for rank, step in cast("Sequence[Mark]", several):
+        marks.setdefault(rank, set()).add(step)
+    return marks
+
+
 def _pointer(
-    mark: tuple[int, int],
+    rank: int,
+    steps: set[int],
     message: str,
     columns: Sequence[int | None],
     label_width: int,
     widths: Mapping[int, int],
 ) -> str:
-    """The line under a rank that points at one of its steps."""
-    rank, step = mark
-    column = columns[step] if 0 <= step < len(columns) else None
-    if column is None or column not in widths:
-        raise ScheduleError(f"there is no step {step} of rank {rank} in this grid to mark")
-    before = label_width + 1 + sum(width + 1 for other, width in widths.items() if other < column)
-    return f"{' ' * before}{'^' * widths[column]} {message}".rstrip()
+    """The line under a rank that points at some of its steps."""
+    places = {columns[step] if 0 <= step < len(columns) else None for step in steps}
+    if not places <= set(widths):
+        raise ScheduleError(f"there is no step {min(steps)} of rank {rank} in this grid to mark")
+    arrows = {column: "^" * widths[column] for column in widths if column in places}
+    return f"{_joined('', label_width, arrows, widths)} {message}".rstrip()
 
 
 _LABEL: Final = re.compile(r"rank[ \t]+([0-9]{1,9})[ \t]*(?::|[ \t]|$)[ \t]*", re.IGNORECASE)

@@ -190,7 +190,7 @@ class Schedule:
         self,
         *,
         aligned: bool | None = None,
-        mark: tuple[int, int] | None = None,
+        mark: grid.Mark | Sequence[grid.Mark] | None = None,
         message: str = "",
         ranks: range | None = None,
         steps: range | None = None,
@@ -201,7 +201,7 @@ class Schedule:
             aligned: True gives every action the column of the earliest step at which it could run if each took one
                 step, with ``.`` where its rank waits; False draws the rows cell by cell, as written. By default a
                 compute-only schedule without idle steps of its own is aligned, unless a step is marked.
-            mark: the (rank, step) to point at; the step counts the rank's cells from 0.
+            mark: the (rank, step) to point at, or several; the step counts the rank's cells from 0.
             message: what to write at the mark.
             ranks: draw only these ranks.
             steps: draw only these columns.

@@ -1,0 +1,161 @@
+"""What waits for what when a schedule runs under a communication model: nodes, and edges with the reason for each.
+
+A node is a cell of the schedule. Under rendezvous a send and its receive are one event, and share the node of the send.
+The edges are
+
+- *program*: a rank runs its compute and sharding actions one after the other;
+- *post*: a transfer is posted when the rank gets to it, after the action before it;
+- *lane*: an operation stands in line behind the one before it in its lane;
+- *use*: an action needs what a receive brings;
+- *message*: a receive needs what was sent (if the two are not one event);
+- *room*: a send needs room in its lane, which an earlier receive makes (if the lane is bounded);
+- *data*: an action needs what another rank makes (in a schedule without transfers).
+
+No edge stands for what another check reports: an action that is missing, or before what it needs on its own rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.ir.dependencies import OPERATIONS, TRANSFERS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.graph.models import CommModel
+
+    Ints = NDArray[np.int64]
+
+REASONS: Final = ("program", "post", "lane", "use", "message", "room", "data")
+
+
+@dataclass(frozen=True, slots=True)
+class EventGraph:
+    """The graph: edges go from what is awaited to what waits.
+
+    Attributes:
+        leaves: the actions.
+        node: the node of every cell.
+        awaited: for every edge the place in ``leaves`` of the action that is awaited.
+        waiting: for every edge the place of the action that waits.
+        reason: for every edge the place of its reason in ``REASONS``.
+    """
+
+    leaves: Leaves
+    node: Ints
+    awaited: Ints
+    waiting: Ints
+    reason: Ints
+
+    @property
+    def source(self) -> Ints:
+        """The node that each edge comes from."""
+        return np.asarray(self.node[self.leaves.cell[self.awaited]])
+
+    @property
+    def target(self) -> Ints:
+        """The node that each edge goes to."""
+        return np.asarray(self.node[self.leaves.cell[self.waiting]])
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """The sends and receives that belong together, one pair per place."""
+
+    send: Ints
+    receive: Ints
+
+
+def matches(leaves: Leaves) -> Matches:
+    """Every send on its own rank whose receive is there too, on another rank."""
+    sends, receives = [], []
+    for transfer in TRANSFERS:
+        mine = leaves.first_at_home([transfer.send])
+        other = leaves.find(transfer.receive, leaves.stage[mine] + transfer.stage_offset, leaves.microbatch[mine])
+        good = other != NOWHERE
+        good &= (leaves.rank[other] != leaves.rank[mine]) & (leaves.home[leaves.stage[other]] == leaves.rank[other])
+        sends.append(mine[good])
+        receives.append(other[good])
+    return Matches(np.concatenate(sends), np.concatenate(receives))
+
+
+def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
+    """The graph of a schedule under a model. O(n log n)."""
+    pairs = matches(leaves)
+    node = np.arange(int(leaves.cell[-1]) + 1 if len(leaves) else 0)
+    if model.capacity == 0:
+        node[leaves.cell[pairs.receive]] = leaves.cell[pairs.send]
+    edges = [*_program(leaves, pairs), *_uses(leaves, pairs)]
+    if model.capacity != 0:
+        edges.append(("message", pairs.send, pairs.receive))
+    if model.capacity and model.lanes != "message":
+        edges.append(("room", *_room(leaves, pairs, model.capacity)))
+    if model.lanes != "message":
+        edges.append(("lane", *_lanes(leaves, pairs, model.lanes)))
+    return EventGraph(
+        leaves,
+        node,
+        np.concatenate([awaited for _, awaited, _ in edges]),
+        np.concatenate([waiting for _, _, waiting in edges]),
+        np.concatenate([np.full(len(awaited), REASONS.index(reason)) for reason, awaited, _ in edges]),
+    )
+
+
+def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
+    """A rank's own actions in a row, and its transfers each behind the action before it."""
+    is_transfer = np.zeros(len(leaves), bool)
+    is_transfer[leaves.are(*OPERATIONS)] = True
+    blocking = np.flatnonzero(~is_transfer)
+    blocking = blocking[np.append(True, np.diff(leaves.cell[blocking]) > 0)] if len(blocking) else blocking
+    in_a_row = leaves.rank[blocking[1:]] == leaves.rank[blocking[:-1]]
+    operations = np.concatenate([pairs.send, pairs.receive])
+    before = np.searchsorted(blocking, operations) - 1
+    behind = (before >= 0) & (leaves.rank[blocking[np.maximum(before, 0)]] == leaves.rank[operations])
+    return [
+        ("program", blocking[:-1][in_a_row], blocking[1:][in_a_row]),
+        ("post", blocking[before[behind]], operations[behind]),
+    ]
+
+
+def _uses(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
+    """What needs a receive that stands before it; without any transfer, what needs something of another rank."""
+    if not leaves.has_transfers:
+        waiting, awaited = leaves.inputs
+        elsewhere = (awaited != NOWHERE) & (leaves.rank[awaited] != leaves.rank[waiting])
+        return [("data", awaited[elsewhere], waiting[elsewhere])]
+    found = []
+    for transfer in TRANSFERS:
+        mine = pairs.receive[leaves.is_kind(pairs.receive, transfer.receive)]
+        user = leaves.find_any(transfer.needed_by, leaves.stage[mine], leaves.microbatch[mine])
+        good = (user > mine) & (leaves.rank[user] == leaves.rank[mine])
+        found.append(("use", mine[good], user[good]))
+    return found
+
+
+def _lanes(leaves: Leaves, pairs: Matches, lanes: str) -> tuple[Ints, Ints]:
+    """Every operation behind the one before it in its lane."""
+    operations = np.concatenate([pairs.send, pairs.receive])
+    peers = np.concatenate([leaves.rank[pairs.receive], leaves.rank[pairs.send]])
+    sending = np.arange(len(operations)) < len(pairs.send)
+    lane = leaves.rank[operations]
+    if lanes != "rank":
+        lane = lane * leaves.schedule.ranks + peers
+    if lanes == "direction":
+        lane = lane * 2 + sending
+    order = np.lexsort([operations, lane])
+    same = lane[order][1:] == lane[order][:-1]
+    return operations[order][:-1][same], operations[order][1:][same]
+
+
+def _room(leaves: Leaves, pairs: Matches, capacity: int) -> tuple[Ints, Ints]:
+    """The n-th send of one rank to another waits for the receive of as many before it as the lane does not hold."""
+    channel = leaves.rank[pairs.send] * leaves.schedule.ranks + leaves.rank[pairs.receive]
+    by_send, by_receive = np.lexsort([pairs.send, channel]), np.lexsort([pairs.receive, channel])
+    count = max(0, len(channel) - capacity)
+    same = channel[by_send][capacity:] == channel[by_send][:count]
+    return pairs.receive[by_receive][:count][same], pairs.send[by_send][capacity:][same]

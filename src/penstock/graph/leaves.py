@@ -1,0 +1,149 @@
+"""The actions of a schedule side by side as arrays, and the place of each in it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.ir import packed
+from penstock.ir.dependencies import NEEDS, OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from penstock.ir.actions import ComputationType
+    from penstock.ir.schedule import Schedule
+
+    Places = NDArray[np.int64]
+
+#: Stands for an action that is not there.
+NOWHERE = -1
+
+
+class Leaves:
+    """Every action that is not idle, an overlap's sub-actions one by one, rank after rank in program order.
+
+    Attributes:
+        schedule: where they come from.
+        codes: the packed actions.
+        rank: the rank of each.
+        cell: the cell of each, counted through all ranks; the sub-actions of an overlap share one.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        everything = schedule.codes
+        busy = everything != packed.IDLE
+        ranks = np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
+        self.codes = everything[busy]
+        self.rank = ranks[busy]
+        self.cell = (np.cumsum(~packed.is_joined(everything)) - 1)[busy]
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @cached_property
+    def stage(self) -> Places:
+        """The stage of each."""
+        return packed.stages(self.codes)
+
+    @cached_property
+    def kind(self) -> Places:
+        """The type of each, as a number of ``packed.TYPE_NUMBER``."""
+        return packed.types(self.codes)
+
+    @cached_property
+    def microbatch(self) -> Places:
+        """The microbatch of each, -1 where there is none."""
+        return packed.microbatches(self.codes)
+
+    @cached_property
+    def home(self) -> NDArray[np.int64]:
+        """The rank that each stage is placed on."""
+        return np.array(self.schedule.placement.rank_of, np.int64)
+
+    @cached_property
+    def in_range(self) -> NDArray[np.bool_]:
+        """Whether the stage is placed and the microbatch exists."""
+        return (self.stage < self.schedule.stages) & (self.microbatch < self.schedule.microbatches)
+
+    @cached_property
+    def _tables(self) -> dict[int, Places]:
+        return {}
+
+    @cached_property
+    def _found(self) -> dict[tuple[ComputationType, ...], Places]:
+        return {}
+
+    def are(self, *kinds: ComputationType) -> Places:
+        """Where the actions of these types are, in order."""
+        if kinds not in self._found:
+            chosen = self.kind == packed.TYPE_NUMBER[kinds[0]]
+            for kind in kinds[1:]:
+                chosen |= self.kind == packed.TYPE_NUMBER[kind]
+            self._found[kinds] = np.flatnonzero(chosen)
+        return self._found[kinds]
+
+    def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
+        """Whether the actions at these places are of this type."""
+        return np.asarray(self.kind[places] == packed.TYPE_NUMBER[kind])
+
+    def first_at_home(self, kinds: Iterable[ComputationType]) -> Places:
+        """Where the actions of these types are, without repetitions and those that are on a wrong rank."""
+        found = []
+        for kind in kinds:
+            table = self.table(kind)
+            places = table[table != NOWHERE]
+            found.append(places[self.home[self.stage[places]] == self.rank[places]])
+        return np.concatenate(found)
+
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether there is any send or receive."""
+        return bool(len(self.are(*OPERATIONS)))
+
+    def find(self, kind: ComputationType, stages: Places, microbatches: Places) -> Places:
+        """Where the action of this type is for each stage and microbatch: the first one, or ``NOWHERE``."""
+        inside = (stages >= 0) & (stages < self.schedule.stages)
+        slots = np.where(inside, stages, 0) * self.schedule.microbatches + microbatches
+        return np.where(inside, self.table(kind)[slots], NOWHERE)
+
+    def table(self, kind: ComputationType) -> Places:
+        """Where the action of this type is, for every stage times ``microbatches`` plus microbatch: the first one."""
+        number = packed.TYPE_NUMBER[kind]
+        if number not in self._tables:
+            places = np.flatnonzero((self.kind == number) & self.in_range)[::-1]  # the first is written last
+            slots = self.stage[places] * self.schedule.microbatches + self.microbatch[places]
+            table = np.full(self.schedule.stages * self.schedule.microbatches, NOWHERE, np.int64)
+            table[slots] = places
+            self._tables[number] = table
+        return self._tables[number]
+
+    def find_any(self, kinds: Iterable[ComputationType], stages: Places, microbatches: Places) -> Places:
+        """As ``find``, for the first of these types that is there."""
+        found = np.full(len(stages), NOWHERE, np.int64)
+        for kind in kinds:
+            found = np.where(found == NOWHERE, self.find(kind, stages, microbatches), found)
+        return found
+
+    @cached_property
+    def inputs(self) -> tuple[Places, Places]:
+        """What every compute action waits for, by ``ir/dependencies.py``: pairs of (action, what it waits for).
+
+        What is not there at all is ``NOWHERE``.
+        """
+        waiting, awaited = [], []
+        for kind, needs in NEEDS.items():
+            mine = self.are(kind)
+            mine = mine[self.in_range[mine]]
+            for need in needs:
+                source = self.stage[mine] + need.stage_offset
+                exists = (source >= 0) & (source < self.schedule.stages)
+                consumers = mine[exists]
+                waiting.append(consumers)
+                awaited.append(self.find_any(need.any_of, source[exists], self.microbatch[consumers]))
+        return np.concatenate(waiting), np.concatenate(awaited)

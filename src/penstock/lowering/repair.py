@@ -1,0 +1,46 @@
+"""Make a schedule safe by moving its communication, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.errors import VerificationError
+from penstock.ir import packed
+from penstock.ir.dependencies import OPERATIONS
+from penstock.lowering.rows import ranks_of, rebuilt
+from penstock.lowering.send_receive import send_receive
+from penstock.verification.check import DEFAULT_MODEL, check
+from penstock.verification.window import picture
+
+if TYPE_CHECKING:
+    from penstock.graph.models import CommModel
+    from penstock.ir.schedule import Schedule
+
+
+def repair(schedule: Schedule, model: CommModel = DEFAULT_MODEL) -> Schedule:
+    """A schedule with the same actions that is free of deadlock under the model; the same one if it is already.
+
+    The transfers are taken out and put in again by ``send_receive``, in one order that all ranks agree on: every edge
+    of the event graph then goes from an earlier turn to a later one, under every model, so there is no cycle. That
+    fails only if the compute actions alone wait for each other in a circle, and then no order of transfers can help.
+
+    Raises:
+        VerificationError: something else is wrong, or the cycle is one of compute actions; the findings say which.
+    """
+    findings = check(schedule, model=model)
+    if not findings:
+        return schedule
+    compute = without_transfers(schedule)
+    others = [finding for finding in findings if finding.kind != "deadlock"] or check(compute, model=model)
+    if others:
+        broken = schedule if others[0] in findings else compute
+        raise VerificationError(others, picture(broken, others))
+    return send_receive(compute)
+
+
+def without_transfers(schedule: Schedule) -> Schedule:
+    """The schedule without its sends and receives."""
+    kept = ~np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in OPERATIONS])
+    return rebuilt(schedule, schedule.codes[kept], ranks_of(schedule)[kept])

@@ -1,0 +1,101 @@
+"""What is wrong with a schedule, in facts and in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.ir import packed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.graph.leaves import Leaves
+    from penstock.ir.actions import Action
+
+#: More than this tells nobody more.
+MOST_FINDINGS: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: what sort of mistake it is, e.g. ``"missing"`` or ``"deadlock"``.
+        rank: the rank that it is on, where there is one.
+        step: the step in the rank's row, counted from 0; None for what is not there.
+        action: the action that is wrong or missing.
+        message: what is wrong.
+        fix: what to do about it.
+        marks: every (rank, step) that has to do with it.
+    """
+
+    kind: str
+    rank: int | None
+    step: int | None
+    action: Action | None
+    message: str
+    fix: str
+    marks: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        place = [] if self.rank is None else [f"rank {self.rank}"]
+        place += [] if self.step is None else [f"step {self.step}"]
+        told = f"{', '.join(place)}: {self.message}" if place else self.message
+        return f"{told}; {self.fix}" if self.fix else told
+
+
+class Problem(NamedTuple):
+    """Mistakes of one kind: where they are, and how to put one into words when it is to be shown.
+
+    Attributes:
+        kind: as in ``Finding``.
+        places: the places in the leaves; for what is missing, whatever ``tell`` understands.
+        tell: makes the finding for one of the places.
+    """
+
+    kind: str
+    places: NDArray[np.int64]
+    tell: Callable[[int], Finding]
+
+
+def at(leaves: Leaves, kind: str, message: str, fix: str) -> Callable[[int], Finding]:
+    """How to tell of an action that is there; ``{}`` in the words stands for it."""
+
+    def tell(place: int) -> Finding:
+        action = action_at(leaves, place)
+        rank, step = position(leaves, place)
+        return Finding(kind, rank, step, action, message.format(action), fix.format(action), marks=((rank, step),))
+
+    return tell
+
+
+def action_at(leaves: Leaves, place: int) -> Action:
+    """The action at this place of the leaves; a sub-action of an overlap is itself."""
+    found = packed.unpack_cells(leaves.codes[place : place + 1] & ~packed.JOINED)[0]
+    assert found is not None
+    return found
+
+
+def position(leaves: Leaves, place: int) -> tuple[int, int]:
+    """The rank and the step of this place."""
+    rank = int(leaves.rank[place])
+    first = packed.cell_starts(leaves.schedule.codes[: leaves.schedule.offsets[rank]])
+    return rank, int(leaves.cell[place]) - len(first)
+
+
+def told(problems: Iterable[Problem]) -> list[Finding]:
+    """The findings, as many as anybody reads, and a last one that counts the rest."""
+    found = [problem for problem in problems if len(problem.places)]
+    total = sum(len(problem.places) for problem in found)
+    share = max(1, MOST_FINDINGS // max(1, len(found)))
+    findings = [problem.tell(int(place)) for problem in found for place in problem.places[:share]]
+    findings = findings[:MOST_FINDINGS]
+    if total > len(findings):
+        kinds = ", ".join(f"{len(problem.places)} {problem.kind}" for problem in found)
+        findings.append(Finding("more", None, None, None, f"and {total - len(findings)} more (in all: {kinds})", ""))
+    return findings

@@ -1,0 +1,123 @@
+"""Everything that goes to another rank is sent once and received once, in time; nothing else is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.graph.leaves import NOWHERE
+from penstock.ir.actions import Action
+from penstock.ir.dependencies import TRANSFERS
+from penstock.verification.findings import Finding, Problem, at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from penstock.graph.leaves import Leaves
+    from penstock.ir.actions import ComputationType
+    from penstock.ir.dependencies import Transfer
+
+
+def untransferred(leaves: Leaves) -> Iterator[Problem]:
+    """What is wrong with sends and receives; nothing in a schedule that has none at all."""
+    if not leaves.has_transfers:
+        return
+    for transfer in TRANSFERS:
+        yield from _misdirected(leaves, transfer.send, transfer.stage_offset)
+        yield from _misdirected(leaves, transfer.receive, -transfer.stage_offset)
+        yield from _unmatched(leaves, transfer)
+        yield from _untimely(leaves, transfer)
+        yield from _unsent(leaves, transfer)
+
+
+def _misdirected(leaves: Leaves, kind: ComputationType, offset: int) -> Iterator[Problem]:
+    mine = leaves.are(kind)
+    mine = mine[leaves.in_range[mine]]
+    peer = leaves.stage[mine] + offset
+    nobody = (peer < 0) | (peer >= leaves.schedule.stages)
+    yield Problem(
+        "misdirected",
+        mine[nobody],
+        at(leaves, "misdirected", "{} has no stage on its other side", "drop it"),
+    )
+    mine, peer = mine[~nobody], peer[~nobody]
+    yield Problem(
+        "self_directed",
+        mine[leaves.home[peer] == leaves.home[leaves.stage[mine]]],
+        at(leaves, "self_directed", "{} is between two stages on one rank", "drop it: they share memory"),
+    )
+
+
+def _across(leaves: Leaves, kind: ComputationType, offset: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The operations of this type that go between two ranks."""
+    mine = leaves.are(kind)
+    mine = mine[leaves.in_range[mine]]
+    peer = leaves.stage[mine] + offset
+    mine = mine[(peer >= 0) & (peer < leaves.schedule.stages)]
+    away = leaves.home[leaves.stage[mine] + offset] != leaves.home[leaves.stage[mine]]
+    return np.asarray(mine[away])
+
+
+def _unmatched(leaves: Leaves, transfer: Transfer) -> Iterator[Problem]:
+    for kind, other, offset in (
+        (transfer.send, transfer.receive, transfer.stage_offset),
+        (transfer.receive, transfer.send, -transfer.stage_offset),
+    ):
+        mine = _across(leaves, kind, offset)
+        alone = leaves.find(other, leaves.stage[mine] + offset, leaves.microbatch[mine]) == NOWHERE
+        yield Problem(
+            "unmatched",
+            mine[alone],
+            at(leaves, "unmatched", f"{{}} has no {other} on its other side", "add that, or drop this"),
+        )
+
+
+def _untimely(leaves: Leaves, transfer: Transfer) -> Iterator[Problem]:
+    sends = _across(leaves, transfer.send, transfer.stage_offset)
+    maker = leaves.find_any(transfer.made_by, leaves.stage[sends], leaves.microbatch[sends])
+    yield Problem(
+        "send_too_early",
+        sends[(maker != NOWHERE) & (maker > sends) & (leaves.rank[maker] == leaves.rank[sends])],
+        at(leaves, "send_too_early", "{} comes before what it sends is made", "move it behind that"),
+    )
+    receives = _across(leaves, transfer.receive, -transfer.stage_offset)
+    user = leaves.find_any(transfer.needed_by, leaves.stage[receives], leaves.microbatch[receives])
+    yield Problem(
+        "receive_too_late",
+        receives[(user != NOWHERE) & (user < receives) & (leaves.rank[user] == leaves.rank[receives])],
+        at(leaves, "receive_too_late", "{} comes after what it receives is used", "move it before that"),
+    )
+
+
+def _unsent(leaves: Leaves, transfer: Transfer) -> Iterator[Problem]:
+    """What is used on another rank than it is made on, and neither sent nor received."""
+    users = leaves.first_at_home(transfer.needed_by)
+    source = leaves.stage[users] - transfer.stage_offset
+    inside = (source >= 0) & (source < leaves.schedule.stages)
+    users, source = users[inside], source[inside]
+    away = leaves.home[source] != leaves.home[leaves.stage[users]]
+    users, source = users[away], source[away]
+    sent = leaves.find(transfer.send, source, leaves.microbatch[users])
+    received = leaves.find(transfer.receive, leaves.stage[users], leaves.microbatch[users])
+    yield Problem(
+        "not_transferred",
+        users[(sent == NOWHERE) & (received == NOWHERE)],
+        _needing(leaves, transfer),
+    )
+
+
+def _needing(leaves: Leaves, transfer: Transfer) -> Callable[[int], Finding]:
+    def tell(place: int) -> Finding:
+        stage, microbatch = int(leaves.stage[place]), int(leaves.microbatch[place])
+        send = Action(stage - transfer.stage_offset, transfer.send, microbatch)
+        receive = Action(stage, transfer.receive, microbatch)
+        words = at(
+            leaves,
+            "not_transferred",
+            "{} needs what another rank makes, and nobody sends it",
+            f"add {send} and {receive}",
+        )
+        return words(place)
+
+    return tell
