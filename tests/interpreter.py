@@ -54,7 +54,7 @@ def run(rows: list[list[str]], stages: int, costs: Costs = Costs()) -> Run:  # n
         for rank, row in enumerate(rows):
             while len(starts[rank]) < len(row):
                 cell = leaves(row[len(starts[rank])])
-                inputs = [event for leaf in cell for event in _waits_for(*leaf, stages) if not _provides(cell, event)]
+                inputs = [event for leaf in cell for event in _waits_for(*leaf, stages)]
                 if not all(event in ended for event in inputs):
                     break
                 arrivals = [ended[e] + (costs.transfer if rank_of[e[1]] != rank else 0) for e in inputs]
@@ -77,11 +77,6 @@ def _waits_for(stage: int, kind: str, microbatch: int, stages: int) -> list[tupl
         return [("G", stage, microbatch)]
     above = [("G", stage + 1, microbatch)] if stage + 1 < stages else []
     return [("F", stage, microbatch), *above]
-
-
-def _provides(cell: list[tuple[int, str, int]], event: tuple[str, int, int]) -> bool:
-    kinds = {"F": "F", "G": "BI", "W": "W"}[event[0]]
-    return any(stage == event[1] and microbatch == event[2] and kind in kinds for stage, kind, microbatch in cell)
 
 
 def _summary(rows: list[list[str]], starts: list[list[Fraction | int | None]], clock: list[Fraction | int]) -> Run:

@@ -100,7 +100,7 @@ class Machine:
         for stage, kind, microbatch in cell:
             if self.shards and stage not in self.gathered:
                 raise WrongError(f"{stage}{kind}{microbatch} on a resharded stage")
-        if not all(self.has_inputs(rank, leaf, cell) for leaf in cell):
+        if not all(self.has_inputs(rank, leaf) for leaf in cell):
             return False
         for stage, kind, microbatch in cell:
             if (stage, kind, microbatch) in self.done:
@@ -108,12 +108,12 @@ class Machine:
             self.done[stage, kind, microbatch] = 1
         return True
 
-    def has_inputs(self, rank: int, leaf: Leaf, cell: list[Leaf]) -> bool:
+    def has_inputs(self, rank: int, leaf: Leaf) -> bool:
         stage, kind, microbatch = leaf
 
         def made(kinds: str, where: int) -> bool:
             found = [(where, letter, microbatch) for letter in kinds]
-            return any(one in self.done or one in cell for one in found)
+            return any(one in self.done for one in found)
 
         def arrived(kinds: str, where: int, label: str) -> bool:
             if self.rank_of[where] == rank or not self.communicates:

@@ -1,7 +1,11 @@
+import ast
+import copy
 import importlib
+import pickle
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -109,7 +113,42 @@ def test_the_tree_drawn_in_errors_is_the_tree():
     assert set(tree) <= set(ps.__all__)
 
 
-def test_no_print_and_no_torch_outside_their_layers():
+EXAMPLES = [
+    errors.PenstockError("told"),
+    errors.ActionError("told"),
+    errors.PlacementError("told", stage=1, places=[(0, 1)]),
+    errors.SizeError("told", field="ranks", value=0),
+    errors.ModelError("told"),
+    errors.UnknownScheduleError("1F2B", near=["1F1B"], known=["1F1B", "GPipe"]),
+    errors.FormatError("told", path="it.csv", row=1, cell=2),
+    errors.ScheduleSyntaxError("told", text="2Q1", row=1, cell=2),
+    errors.WriteError("told"),
+    errors.VerificationError(ps.check(ps.Schedule([["0B0", "0F0"]])), "a picture"),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_errors_go_between_processes(error):
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error) == str(copy.copy(error))
+    assert again.__dict__.keys() == error.__dict__.keys()
+
+
+def test_what_is_imported_is_declared():
+    """An install without extras must do: what other packages bring along may be gone tomorrow."""
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=]", need)[0] for need in project["dependencies"]}
+    for path in (root / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        foreign = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"penstock"}
+        assert foreign <= declared, path
+
+
+def test_torch_is_imported_only_in_its_layers():
     source = Path(ps.__file__).parent
     for path in source.rglob("*.py"):
         layer = path.relative_to(source).parts[0]

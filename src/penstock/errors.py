@@ -20,7 +20,7 @@ Each one carries the facts as attributes and puts them into words in ``str(error
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 
 class PenstockError(Exception):
     """The root: ``except PenstockError`` catches every mistake that penstock reports."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors go between processes, where the arguments of their constructors are not known."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[PenstockError], arguments: tuple[Any, ...], facts: dict[str, Any]) -> PenstockError:
+    error = kind.__new__(kind, *arguments)
+    error.args = arguments
+    error.__dict__.update(facts)
+    return error
 
 
 class ScheduleError(PenstockError, ValueError):

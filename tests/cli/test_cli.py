@@ -158,7 +158,7 @@ def test_convert_builds_and_does_not_overwrite_unasked(tmp_path):
     result = penstock("convert", "ZB-H2", "it.json", "-r", "3", "-m", "5", "--json", cwd=tmp_path)
     assert json.loads(result.stdout) == {"target": "it.json", "ranks": 3, "stages": 3, "microbatches": 5}
     refused = penstock("convert", "GPipe", "it.json", cwd=tmp_path)
-    assert (refused.returncode, refused.stderr) == (2, "penstock: it.json is there already; --force replaces it\n")
+    assert (refused.returncode, refused.stderr) == (2, "penstock: it.json: is there already; --force replaces it\n")
     assert ps.read(tmp_path / "it.json") == ps.build("ZB-H2", ranks=3, microbatches=5)
     assert penstock("convert", "GPipe", "it.json", "--force", cwd=tmp_path).returncode == 0
     assert ps.read(tmp_path / "it.json") == ps.build("GPipe", ranks=4, microbatches=8)
@@ -170,11 +170,11 @@ def test_demo():
     assert "rank 3" in result.stdout
     facts = json.loads(penstock("demo", "--json").stdout)
     assert [fact["schedule"] for fact in facts] == ["1F1B", "ZB-H1", "ZBVZeroBubble"]
-    assert all(fact["every_forward_once"] for fact in facts)
-    assert all(all(fact["formats_read_back_equal"].values()) for fact in facts)
+    assert all(fact["findings"] == [] and fact["read_back_equal"] for fact in facts)
+    assert all(fact["safe_under"] == fact["models"] == 12 for fact in facts)
 
 
-@pytest.mark.parametrize("command", ["show", "convert", "demo"])
+@pytest.mark.parametrize("command", ["show", "check", "convert", "demo"])
 def test_help_has_an_example(command):
     assert f"Example: penstock {command}" in penstock(command, "--help").stdout
 

@@ -65,7 +65,7 @@ def test_anything_else_is_an_error_that_shows_a_right_form(text):
         parse_cell(text)
     assert caught.value.text == text
     assert repr(text.strip(" \t"))[:30] in str(caught.value)
-    assert "write e.g. '" in str(caught.value) or "is not an action: " in str(caught.value)
+    assert "; write e.g. '" in str(caught.value)
     assert len(str(caught.value)) < 250
 
 
@@ -99,6 +99,7 @@ def test_an_empty_cell_is_idle_but_no_action(text):
         ((-1, ComputationType.OVERLAP_F_B, None, None), "two or more"),
         ((-1, ComputationType.OVERLAP_F_B, None, (Action(0, F, 0), "1B0")), "made of F, B, I and W actions"),
         ((LARGEST_INDEX + 1, F, 0), str(LARGEST_INDEX)),
+        ((-1, ComputationType.OVERLAP_F_B, 5, (Action(0, F, 0), Action(0, B, 1))), "no microbatch of its own"),
     ],
 )
 def test_fields_that_do_not_go_together(fields, told):

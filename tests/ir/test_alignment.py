@@ -40,8 +40,13 @@ def test_it_is_stuck_exactly_if_the_interpreter_is(first, data):
 
 
 def test_an_overlap_waits_for_all_that_it_holds():
-    schedule = Schedule([["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B"], ["1F0", "1I0", "(1F1;1B1)OVERLAP_F_B", "1W0"]])
+    schedule = Schedule([["0F0", "0F1", "(0F2;0B0)OVERLAP_F_B"], ["1F0", "1I0", "(1F1;1W0)OVERLAP_F_B", "1B1"]])
     assert unit_steps(schedule) == [[0, 1, 3], [1, 2, 3, 4]]
+
+
+def test_what_runs_together_cannot_wait_for_each_other():
+    with pytest.raises(ScheduleError, match="waits for ever"):
+        unit_steps(Schedule([["(0F0;0B0)OVERLAP_F_B"]]))
 
 
 def test_long_chains_do_not_recurse():

@@ -91,6 +91,30 @@ def test_a_mark_that_is_not_there(mark):
         Schedule([["0F0", "0B0"]]).grid(mark=mark)
 
 
+def test_several_marks_and_a_message_of_several_lines():
+    schedule = Schedule([["0F0", "0B0"], ["1F0", "1B0"]])
+    assert schedule.grid(mark=[(0, 0), (0, 1), (1, 1)], message="two\nlines") == picture("""
+        step   0   1
+        rank 0 0F0 0B0
+               ^^^ ^^^ two lines
+        rank 1 1F0 1B0
+                   ^^^ two lines
+    """)
+    assert schedule.grid(mark=[], aligned=False) == schedule.grid(aligned=False)
+
+
+@pytest.mark.parametrize("wrong", [{"ranks": range(5)}, {"mark": (7, 0)}])
+def test_ranks_that_are_not_there(wrong):
+    with pytest.raises(ScheduleError, match="there is no rank"):
+        Schedule([["0F0"], ["1F0"]]).grid(**wrong)
+
+
+def test_a_window_of_a_large_schedule_unpacks_only_the_window():
+    schedule = Schedule([["0F0", *["0B0"] * 200_000]])
+    assert schedule.grid(aligned=False, steps=range(100_000, 100_002)).splitlines()[1] == "rank 0 0B0    0B0"
+    assert schedule._rows == {}
+
+
 def test_a_window():
     schedule = Schedule([[f"{rank}F{number}" for number in range(100)] for rank in range(4)])
     assert schedule.grid(aligned=False, ranks=range(1, 3), steps=range(98, 200)) == picture("""

@@ -46,7 +46,7 @@ def test_a_rank_may_hold_nothing():
 
 @pytest.mark.parametrize("make", [Placement.loop, Placement.v])
 def test_sizes(make):
-    with pytest.raises(SizeError, match="at least 1 rank, not 0"):
+    with pytest.raises(SizeError, match="ranks must be at least 1, not 0"):
         make(0, 4)
-    with pytest.raises(SizeError, match="cannot be -1"):
+    with pytest.raises(SizeError, match="stages must be at least 0, not -1"):
         make(2, -1)

@@ -59,6 +59,8 @@ def test_it_cannot_be_changed():
         del schedule._codes
     with pytest.raises(ValueError, match="read-only"):
         schedule.codes[0] = 0
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        schedule.codes.flags.writeable = True
     codes = np.array(schedule.codes_of(0))
     from_codes = Schedule.from_codes([codes])
     codes[:] = 0
@@ -120,7 +122,17 @@ def test_what_is_given_stands_even_if_the_actions_disagree():
         (lambda: Schedule([["0F0", 3]]), ScheduleError, "rank 0, step 1: a cell is an Action, its text or None, not 3"),
         (lambda: Schedule([["0F0"], ["1F0", "2Q1"]]), ScheduleSyntaxError, "row 2, cell 2: '2Q1' is not an action"),
         (lambda: Schedule(ROWS, placement=Placement.loop(3, 3)), PlacementError, "for 3 ranks, but there are 2 rows"),
-        (lambda: Schedule(ROWS, microbatches=-1), SizeError, "cannot be -1"),
+        (lambda: Schedule(ROWS, microbatches=-1), SizeError, "microbatches must be at least 0, not -1"),
+        (lambda: Schedule(ROWS, microbatches=1.5), SizeError, "microbatches must be a whole number, not 1.5"),
+        (lambda: Schedule(ROWS, microbatches=True), SizeError, "microbatches must be a whole number, not True"),
+        (lambda: Schedule(ROWS, placement=[0, 1]), PlacementError, "placement must be a Placement"),
+        (lambda: Schedule(ROWS, metadata=3), ScheduleError, "metadata must be a mapping, not 3"),
+        (lambda: Schedule("0F0 0B0"), ScheduleError, "for text there is Schedule.from_text"),
+        (lambda: Schedule(["0F0 0B0"]), ScheduleError, "the row of rank 0 must be a list of cells"),
+        (lambda: Schedule(None), ScheduleError, "a schedule is made of rows of cells, not of None"),
+        (lambda: Schedule([3]), ScheduleError, "the row of rank 0 must be a list of cells"),
+        (lambda: Schedule.from_codes([np.array([15])]), ScheduleError, "the codes of rank 0 are not those of actions"),
+        (lambda: Schedule.from_codes([np.array([16])]), ScheduleError, "the codes of rank 0 are not those of actions"),
     ],
 )
 def test_mistakes(make, error, told):
@@ -130,3 +142,21 @@ def test_mistakes(make, error, told):
 
 def test_steps_count_an_overlap_once():
     assert Schedule([["(0F1;1B0)OVERLAP_F_B", None, "0F2"]]).steps == 3
+
+
+def test_numpy_numbers_become_plain_ones():
+    schedule = Schedule(ROWS, microbatches=np.int64(1), placement=Placement(np.array([0, 1]), np.uint8(2)))
+    assert schedule == Schedule(ROWS)
+    assert type(schedule.microbatches) is int
+    assert [type(rank) for rank in schedule.placement.rank_of] == [int, int]
+
+
+def test_a_name_with_control_characters_is_shown_escaped():
+    assert "\x1b" not in repr(Schedule(ROWS, metadata={"name": "evil\x1b]0;title\x07"}))
+
+
+def test_codes_of_counts_from_the_end_too():
+    schedule = Schedule(ROWS)
+    assert schedule.codes_of(-1).tolist() == schedule.codes_of(1).tolist()
+    with pytest.raises(IndexError):
+        schedule.codes_of(2)

@@ -1,6 +1,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import penstock as ps
@@ -75,3 +76,22 @@ def test_every_generator_is_in_the_registry_and_draws_its_picture():
     assert drawn == {recipe.generate.__name__ for recipe in RECIPES}
     assert all(recipe.generate.__module__ == f"penstock.schedules.{recipe.generate.__name__}" for recipe in RECIPES)
     assert all(recipe.summary.endswith(".") for recipe in RECIPES)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.uint32, np.uint64, np.int64])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_sizes_of_any_integer_type(recipe, kind):
+    plain = ps.build(recipe.name, ranks=5, microbatches=40)
+    assert ps.build(recipe.name, ranks=kind(5), microbatches=kind(40)) == plain
+    assert type(plain.microbatches) is int
+
+
+@pytest.mark.parametrize("wrong", [2.0, True, np.array([2, 2]), "2"])
+def test_stages_per_rank_of_a_wrong_type(wrong):
+    with pytest.raises(ps.SizeError, match="stages_per_rank must be a whole number"):
+        ps.build("ZBVZeroBubble", ranks=2, microbatches=2, stages_per_rank=wrong)
+
+
+def test_a_name_that_is_no_text():
+    with pytest.raises(ps.UnknownScheduleError):
+        ps.build(None, ranks=2, microbatches=2)

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.errors import WriteError
+from penstock.ir.formats import write
 
 
 def convert(
@@ -26,9 +27,11 @@ def convert(
     Example: penstock convert mine.csv mine.json
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    if target.exists() and not force:
-        raise WriteError(f"{target} is there already; --force replaces it")
-    schedule.write(target)
+    try:
+        write(schedule, target, overwrite=force)
+    except WriteError as fact:
+        hint = "; --force replaces it" if str(fact).endswith("is there already") else ""
+        raise WriteError(f"{fact}{hint}") from None
     if machine:
         facts = {
             "target": str(target),
@@ -38,4 +41,4 @@ def convert(
         }
         typer.echo(json.dumps(facts))
     else:
-        typer.echo(f"{target}: {str(schedule)[1:-1]}")
+        typer.echo(f"{target}: {schedule.summary}")

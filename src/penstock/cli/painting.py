@@ -46,8 +46,8 @@ class Picture:
     def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None) -> None:
         self._schedule = schedule
         columns = grid.cell_columns(schedule, aligned=aligned)
-        self._lines = [grid.line(row, places) for row, places in zip(schedule.actions, columns, strict=True)]
-        self._widths = [self._step_width(step) for step in range(max(map(len, self._lines)))]
+        self._lines = [grid.line(schedule, rank, columns) for rank in range(schedule.ranks)]
+        self._widths = [self._step_width(step) for step in range(max(map(len, self._lines), default=0))]
         self._label = len(f"rank {schedule.ranks - 1}")
         self._cuts = list(_cuts(self._widths, None if width is None else width - self._label))
 
@@ -61,7 +61,7 @@ class Picture:
         for start, end in self._cuts:
             yield _block(self._lines, range(start, end), self._widths, self._label).append("\n")
         yield legend(self._schedule)
-        yield Text(str(self._schedule)[1:-1])
+        yield Text(self._schedule.summary)
 
     def _step_width(self, step: int) -> int:
         texts = [grid.cell_text(cells[step]) for cells in self._lines if step in cells]

@@ -47,6 +47,6 @@ def schedule_from(
 
 
 def is_file(source: str) -> bool:
-    """Whether this means a file: it is called like one, or it is there."""
+    """Whether this means a file: it is called like one."""
     path = Path(source)
-    return path.suffix.lower() in FORMATS or len(path.parts) > 1 or path.is_file()
+    return path.suffix.lower() in FORMATS or len(path.parts) > 1

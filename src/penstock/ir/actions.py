@@ -93,6 +93,8 @@ class Action(_Fields):
             known = ", ".join(ComputationType)
             raise ActionError(f"{computation_type!r} is not a computation type; there are {known}") from None
         if kind is OVERLAP_F_B:
+            if microbatch_index is not None:
+                raise ActionError(f"an overlap has no microbatch of its own: microbatch_index={microbatch_index!r}")
             return super().__new__(cls, NO_STAGE, kind, None, _checked_overlap(stage_index, sub_actions))
         if sub_actions is not None:
             raise ActionError(f"a {kind} action has no sub_actions, only {OVERLAP_F_B} has: {sub_actions!r}")
@@ -129,6 +131,8 @@ class Action(_Fields):
         ...
         penstock.errors.ScheduleSyntaxError: '2F0garbage' is not an action; write e.g. '2F0' or '3SEND_F1'
         """
+        if not isinstance(text, str):
+            raise ScheduleSyntaxError(f"an action is written as text, e.g. '2F0', not {text!r}", text=repr(text))
         action = parse_cell(text)
         if action is None:
             raise ScheduleSyntaxError("an empty text is not an action; write e.g. '2F0'", text=text)
@@ -164,7 +168,7 @@ def _checked_index(field: str, value: SupportsIndex) -> int:
 
 
 def _checked_overlap(stage_index: SupportsIndex, sub_actions: object) -> tuple[Action, ...]:
-    if stage_index != NO_STAGE:
+    if not isinstance(stage_index, int) or stage_index != NO_STAGE:
         raise ActionError(f"an overlap has no stage of its own: write {NO_STAGE}, not {stage_index!r}")
     if not isinstance(sub_actions, tuple) or len(sub_actions) < 2:
         raise ActionError(f"an overlap needs a tuple of two or more sub_actions, not {sub_actions!r}")
@@ -180,27 +184,41 @@ _ACTION: Final = re.compile(f"{_INDEX}({_PLAIN}){_INDEX}?")
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
-def parse_cell(text: str) -> Action | None:
+def parse_cell(text: str, *, row: int | None = None, cell: int | None = None) -> Action | None:
     """The action that a cell holds, or None if it is empty: an idle step.
 
     >>> parse_cell("2UNSHARD"), parse_cell("  ")
     (2UNSHARD, None)
+
+    Args:
+        text: what stands there.
+        row: where it stands, for the error.
+        cell: the same.
     """
-    cell = text.strip(" \t")
-    if not cell:
+    content = text.strip(" \t")
+    if not content:
         return None
+    reason = ""
     try:
-        if found := _ACTION.fullmatch(cell):
-            stage, kind, microbatch = found.groups()
-            return Action(_parsed_index(stage), kind, _parsed_index(microbatch) if microbatch else None)
-        if found := _OVERLAP.fullmatch(cell):
-            subs = [_ACTION.fullmatch(part) for part in found.group(1).split(";")]
-            if all(subs):
-                return Action.overlap(*(Action.from_str(sub.group()) for sub in subs if sub))
+        if (action := _matched(content)) is not None:
+            return action
     except ActionError as fact:
-        raise ScheduleSyntaxError(f"{_shortened(cell)} is not an action: {fact}", text=text) from None
-    hint = "'(2F5;7B3)OVERLAP_F_B'" if cell.startswith("(") or "OVERLAP" in cell else "'2F0' or '3SEND_F1'"
-    raise ScheduleSyntaxError(f"{_shortened(cell)} is not an action; write e.g. {hint}", text=text)
+        reason = f" ({fact})"
+    overlap = content.startswith("(") or "OVERLAP" in content
+    hint = "'(2F5;7B3)OVERLAP_F_B'" if overlap else "'2F0' or '3SEND_F1'"
+    message = f"{_shortened(content)} is not an action{reason}; write e.g. {hint}"
+    raise ScheduleSyntaxError(message, text=text, row=row, cell=cell)
+
+
+def _matched(content: str) -> Action | None:
+    if found := _ACTION.fullmatch(content):
+        stage, kind, microbatch = found.groups()
+        return Action(_parsed_index(stage), kind, _parsed_index(microbatch) if microbatch else None)
+    if found := _OVERLAP.fullmatch(content):
+        parts = [_matched(part) for part in found.group(1).split(";") if _ACTION.fullmatch(part)]
+        if len(parts) == found.group(1).count(";") + 1:
+            return Action.overlap(*(part for part in parts if part is not None))
+    return None
 
 
 def _parsed_index(digits: str) -> int:

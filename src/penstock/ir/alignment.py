@@ -29,17 +29,18 @@ class _Walk:
     """One run through a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+        self.rows = schedule.actions[:]
+        self.stages = schedule.stages
         self.ended: dict[Action, int] = {}
         self.sleepers: dict[Action, list[int]] = {}
         self.columns: list[list[int | None]] = [[] for _ in range(schedule.ranks)]
         self.free = [0] * schedule.ranks
 
     def run(self) -> list[list[int | None]]:
-        awake = list(range(self.schedule.ranks))
+        awake = list(range(len(self.rows)))
         while awake:
             awake += self._advance(awake.pop())
-        for rank, row in enumerate(self.schedule.actions):
+        for rank, row in enumerate(self.rows):
             if len(self.columns[rank]) < len(row):
                 raise ScheduleError(self._stuck(rank, row))
         return self.columns
@@ -47,13 +48,14 @@ class _Walk:
     def _advance(self, rank: int) -> list[int]:
         """Run this rank until it must wait; the ranks that it woke."""
         woken: list[int] = []
-        columns = self.columns[rank]
-        for cell in self.schedule.actions[rank][len(columns) :]:
+        row, columns = self.rows[rank], self.columns[rank]
+        while len(columns) < len(row):
+            cell = row[len(columns)]
             if cell is None:
                 columns.append(None)
                 continue
             start = self.free[rank]
-            for providers in needs(cell, self.schedule.stages):
+            for providers in needs(cell, self.stages):
                 ends = [self.ended[one] for one in providers if one in self.ended]
                 if not ends:
                     for one in providers:
@@ -73,7 +75,7 @@ class _Walk:
         assert cell is not None  # an idle cell never waits
         missing = [
             " or ".join(map(str, providers))
-            for providers in needs(cell, self.schedule.stages)
+            for providers in needs(cell, self.stages)
             if not any(one in self.ended for one in providers)
         ]
         return f"rank {rank} waits for ever at step {step}: {cell} needs {', '.join(missing)}"

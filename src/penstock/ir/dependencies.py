@@ -87,15 +87,14 @@ def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
     >>> needs(Action.from_str("3I0"), stages=4)
     [(3F0,)]
 
-    An overlap waits for what its sub-actions wait for, but for what it holds itself.
+    An overlap waits for what its sub-actions wait for; they run at once, so none can wait for another.
 
     >>> needs(Action.from_str("(1F5;2B3)OVERLAP_F_B"), stages=4)
     [(0F5,), (2F3,), (3B3, 3I3)]
     """
-    found = [
+    return [
         tuple(Action(leaf.stage_index + need.stage_offset, kind, leaf.microbatch_index) for kind in need.any_of)
         for leaf in action.leaves
         for need in NEEDS.get(leaf.computation_type, ())
         if 0 <= leaf.stage_index + need.stage_offset < stages
     ]
-    return [providers for providers in found if not set(providers) & set(action.leaves)]

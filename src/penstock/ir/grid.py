@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
-from penstock.errors import ReadError, ScheduleError, ScheduleSyntaxError
+from penstock.errors import ScheduleError, ScheduleSyntaxError
+from penstock.ir import packed
 from penstock.ir.actions import Action, parse_cell
 from penstock.ir.alignment import unit_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from penstock.ir.schedule import Row, Schedule
+    from penstock.ir.packed import Codes
+    from penstock.ir.schedule import Schedule
 
 IDLE: Final = "."
 
@@ -35,9 +37,11 @@ def draw(
     """The grid as text; see ``Schedule.grid``."""
     marks = _marks(mark)
     shown = range(schedule.ranks) if ranks is None else ranks
+    if unknown := [rank for rank in (*shown, *marks) if rank not in range(schedule.ranks)]:
+        raise ScheduleError(f"there is no rank {unknown[0]} to draw; the ranks are 0 to {schedule.ranks - 1}")
     columns = cell_columns(schedule, aligned=aligned, marked=bool(marks))
-    lines = {rank: line(schedule.actions[rank], columns[rank]) for rank in shown}
-    window = _window(lines, steps)
+    lines = {rank: line(schedule, rank, columns, steps) for rank in shown}
+    window = sorted({column for cells in lines.values() for column in cells})
     widths = {column: _width(column, lines.values()) for column in window}
     label = max(len("step"), len(f"rank {max(shown, default=0)}"))
 
@@ -45,44 +49,59 @@ def draw(
     for rank in shown:
         texts = {column: cell_text(cell) for column, cell in lines[rank].items()}
         drawn.append(_joined(f"rank {rank}", label, texts, widths))
-        if marks.get(rank):
-            drawn.append(_pointer(rank, marks[rank], message, columns[rank], label, widths))
+        if rank in marks:
+            places = marks[rank] if columns is None else [_column(columns[rank], step) for step in marks[rank]]
+            drawn.append(_pointer(rank, marks[rank], places, message, label, widths))
     return "\n".join(drawn)
 
 
-def cell_columns(schedule: Schedule, *, aligned: bool | None = None, marked: bool = False) -> list[list[int | None]]:
-    """The column of every cell of every rank; None for an idle step that an aligned drawing leaves out."""
-    as_written: list[list[int | None]] = [list(range(len(row))) for row in schedule.actions]
+def cell_columns(
+    schedule: Schedule, *, aligned: bool | None = None, marked: bool = False
+) -> list[list[int | None]] | None:
+    """The column of every cell of every rank if it is drawn aligned: None for an idle step; None for all as written."""
     if aligned is False:
-        return as_written
-    if aligned is None and (marked or schedule.lowered or any(None in row for row in schedule.actions)):
-        return as_written
+        return None
+    if aligned is None and (marked or schedule.lowered or packed.IDLE in schedule.codes):
+        return None
     try:
         return unit_steps(schedule)
     except ScheduleError:
         if aligned:
             raise
-        return as_written
+        return None
 
 
-def line(row: Row, columns: Sequence[int | None]) -> Line:
-    """The cells of a row by column, with idle steps where the rank waits."""
+def line(
+    schedule: Schedule, rank: int, columns: list[list[int | None]] | None = None, steps: range | None = None
+) -> Line:
+    """The cells of a rank by column, with idle steps where the rank waits; only these steps, if given."""
+    if columns is None:
+        return _as_written(schedule.codes_of(rank), steps)
     cells: Line = {}
-    for cell, column in zip(row, columns, strict=True):
+    for cell, column in zip(schedule.actions[rank], columns[rank], strict=True):
         if column is not None:
             cells.update(dict.fromkeys(range(len(cells), column)))
             cells[column] = cell
-    return cells
+    return cells if steps is None else {column: cell for column, cell in cells.items() if column in steps}
+
+
+def _as_written(codes: Codes, steps: range | None) -> Line:
+    """Only what is shown is unpacked: a schedule may have a million actions."""
+    starts = packed.cell_starts(codes)
+    first, last = (0, len(starts)) if steps is None else (max(0, steps.start), min(len(starts), steps.stop))
+    if first >= last:
+        return {}
+    end = starts[last] if last < len(starts) else len(codes)
+    return dict(enumerate(packed.unpack_cells(codes[starts[first] : end]), start=first))
+
+
+def _column(columns: Sequence[int | None], step: int) -> int | None:
+    return columns[step] if 0 <= step < len(columns) else None
 
 
 def cell_text(cell: Action | None) -> str:
     """What stands in a cell."""
     return IDLE if cell is None else str(cell)
-
-
-def _window(lines: Mapping[int, Line], steps: range | None) -> range:
-    end = max((len(cells) for cells in lines.values()), default=0)
-    return range(end) if steps is None else range(max(0, steps.start), min(end, steps.stop))
 
 
 def _width(column: int, lines: Iterable[Line]) -> int:
@@ -95,29 +114,31 @@ def _joined(label: str, label_width: int, texts: Mapping[int, str], widths: Mapp
     return " ".join([f"{label:<{label_width}}", *cells]).rstrip()
 
 
-def _marks(mark: Mark | Sequence[Mark] | None) -> dict[int, set[int]]:
+def _marks(mark: Mark | Sequence[Mark] | None) -> dict[int, list[int]]:
     """The marked steps of each rank."""
-    several = () if mark is None else (mark,) if isinstance(mark[0], int) else mark
-    marks: dict[int, set[int]] = {}
+    several = (mark,) if mark and not isinstance(mark[0], tuple) else mark or ()
+    marks: dict[int, list[int]] = {}
     for rank, step in cast("Sequence[Mark]", several):
-        marks.setdefault(rank, set()).add(step)
+        if step not in marks.setdefault(rank, []):
+            marks[rank].append(step)
     return marks
 
 
 def _pointer(
     rank: int,
-    steps: set[int],
+    steps: Iterable[int],
+    places: Iterable[int | None],
     message: str,
-    columns: Sequence[int | None],
     label_width: int,
     widths: Mapping[int, int],
 ) -> str:
     """The line under a rank that points at some of its steps."""
-    places = {columns[step] if 0 <= step < len(columns) else None for step in steps}
-    if not places <= set(widths):
-        raise ScheduleError(f"there is no step {min(steps)} of rank {rank} in this grid to mark")
-    arrows = {column: "^" * widths[column] for column in widths if column in places}
-    return f"{_joined('', label_width, arrows, widths)} {message}".rstrip()
+    arrows = {}
+    for step, column in zip(steps, places, strict=True):
+        if column is None or column not in widths:
+            raise ScheduleError(f"there is no step {step} of rank {rank} in this grid to mark")
+        arrows[column] = "^" * widths[column]
+    return f"{_joined('', label_width, arrows, widths)} {' '.join(message.split())}".rstrip()
 
 
 _LABEL: Final = re.compile(r"rank[ \t]+([0-9]{1,9})[ \t]*(?::|[ \t]|$)[ \t]*", re.IGNORECASE)
@@ -132,8 +153,8 @@ def cells_from_text(text: str) -> list[list[Action | None]]:
     """
     rows: dict[int, list[Action | None]] = {}
     labels: set[bool] = set()
-    for number, content in enumerate(text.splitlines(), start=1):
-        row = content.strip()
+    for number, content in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        row = content.strip(" \t\r")
         if not row or row.startswith("#") or _HEADER.fullmatch(row):
             continue
         label = _LABEL.match(row)
@@ -155,11 +176,8 @@ def cells_from_text(text: str) -> list[list[Action | None]]:
 
 def _cells(row: str, number: int) -> list[Action | None]:
     cells = []
-    for position, text in enumerate(row.split(), start=1):
-        try:
-            cells.append(None if text == IDLE else parse_cell(text))
-        except ReadError as error:
-            raise error.at(row=number, cell=position) from None
+    for position, text in enumerate(re.findall(r"[^ \t]+", row), start=1):
+        cells.append(None if text == IDLE else parse_cell(text, row=number, cell=position))
     return cells
 
 

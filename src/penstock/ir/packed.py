@@ -38,6 +38,8 @@ _TYPES: Final = (None, *ComputationType)
 TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
 
 _COMPUTE_OR_IDLE: Final = np.array([kind is None or kind in COMPUTE for kind in _TYPES])
+_IS_COMPUTE: Final = np.array([kind in COMPUTE for kind in _TYPES] + [False] * 3)
+_IS_ACTION_OR_IDLE: Final = np.array([kind is not OVERLAP_F_B for kind in _TYPES] + [False] * 3)
 
 
 def pack(stage: int | NDArray[np.int64], kind: ComputationType, microbatch: int | NDArray[np.int64] | None) -> Codes:
@@ -113,6 +115,15 @@ def is_joined(codes: Codes) -> NDArray[np.bool_]:
 def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
     """Whether each code is what a compute-only schedule may hold."""
     return np.asarray(_COMPUTE_OR_IDLE[types(codes)])
+
+
+def is_wellformed(codes: Codes) -> bool:
+    """Whether these codes, the row of a rank, stand for actions: known types, overlaps of compute actions only."""
+    kinds, joined = types(codes), is_joined(codes)
+    if not _IS_ACTION_OR_IDLE[kinds].all() or (len(joined) and joined[0]):
+        return False
+    together = np.flatnonzero(joined)
+    return bool(_IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

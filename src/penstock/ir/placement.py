@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, SupportsIndex
 
-from penstock.errors import PlacementError, SizeError
+from penstock.errors import PlacementError
+from penstock.ir.numbers import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,7 +33,8 @@ class Placement:
     ranks: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank_of", tuple(self.rank_of))
+        object.__setattr__(self, "ranks", whole_number("ranks", self.ranks, least=1))
+        object.__setattr__(self, "rank_of", tuple(map(_plain, self.rank_of)))
         for stage, rank in enumerate(self.rank_of):
             if not 0 <= rank < self.ranks:
                 raise PlacementError(
@@ -41,22 +44,22 @@ class Placement:
     @classmethod
     def loop(cls, ranks: int, stages: int) -> Placement:
         """Stage i on rank i mod ranks."""
-        _check_sizes(ranks, stages)
+        ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages)
         return cls(tuple(stage % ranks for stage in range(stages)), ranks)
 
     @classmethod
     def v(cls, ranks: int, stages: int) -> Placement:
         """Down the ranks and up again: neighbours at a turn share a rank."""
-        _check_sizes(ranks, stages)
+        ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages)
         there_and_back = (*range(ranks), *reversed(range(ranks)))
         return cls(tuple(there_and_back[stage % (2 * ranks)] for stage in range(stages)), ranks)
 
     @classmethod
     def from_mapping(cls, rank_of: Mapping[int, int], ranks: int | None = None) -> Placement:
-        """From stage -> rank. Without ``ranks`` there are as many as the mapping names."""
+        """From stage -> rank. Without ``ranks`` the last rank is the highest that the mapping names."""
         if (gap := first_gap(rank_of)) is not None:
             raise PlacementError(f"stages are numbered from 0 without a gap, but no rank holds stage {gap}", stage=gap)
-        count = max(rank_of.values(), default=-1) + 1 if ranks is None else ranks
+        count = max(map(_plain, rank_of.values()), default=-1) + 1 if ranks is None else ranks
         return cls(tuple(rank_of[stage] for stage in range(len(rank_of))), count)
 
     @classmethod
@@ -65,7 +68,7 @@ class Placement:
         mapping: dict[int, int] = {}
         for rank, stages in enumerate(stages_of):
             for stage in stages:
-                if mapping.setdefault(stage, rank) != rank:
+                if mapping.setdefault(_plain(stage), rank) != rank:
                     raise PlacementError(f"stage {stage} is on rank {mapping[stage]} and on rank {rank}", stage=stage)
         return cls.from_mapping(mapping, len(stages_of))
 
@@ -95,8 +98,9 @@ def first_gap(numbers: Collection[int]) -> int | None:
     return next((number for number in range(len(numbers)) if number not in numbers), None)
 
 
-def _check_sizes(ranks: int, stages: int) -> None:
-    if ranks < 1:
-        raise SizeError(f"a placement needs at least 1 rank, not {ranks}", field="ranks", value=ranks)
-    if stages < 0:
-        raise SizeError(f"the number of stages cannot be {stages}", field="stages", value=stages)
+def _plain(number: SupportsIndex) -> int:
+    """A stage or a rank as an ``int``; whether it exists is for others to say."""
+    try:
+        return index(number)
+    except TypeError:
+        raise PlacementError(f"stages and ranks are whole numbers, not {number!r}") from None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 
 import numpy as np
 
-from penstock.errors import PlacementError, ReadError, ScheduleError, SizeError
+from penstock.errors import PlacementError, ScheduleError
 from penstock.ir import grid, packed
 from penstock.ir.actions import LARGEST_INDEX, Action, parse_cell
+from penstock.ir.numbers import whole_number
 from penstock.ir.placement import Placement, first_gap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -72,8 +74,8 @@ class Schedule:
     def from_text(cls, text: str, *, placement: Placement | None = None, microbatches: int | None = None) -> Schedule:
         """Read a grid: a line per rank, cells apart by spaces, ``.`` for an idle step.
 
-        Lines may begin with ``rank 0`` or ``rank 0:``, in any order then; a line of step numbers is skipped, so
-        ``Schedule.from_text(schedule.grid(aligned=False))`` gives the schedule back.
+        Lines may begin with ``rank 0`` or ``rank 0:``, in any order then; a line of step numbers is skipped, so what
+        ``schedule.grid(aligned=False)`` draws can be read again.
 
         >>> Schedule.from_text('''
         ...     rank 0: 0F0 .   .   0B0
@@ -93,6 +95,9 @@ class Schedule:
         metadata: Mapping[str, Any] | None = None,
     ) -> Schedule:
         """From packed actions (see ``ir/packed.py``), a row per rank: the way of generators and passes."""
+        for rank, codes in enumerate(rows):
+            if not packed.is_wellformed(codes):
+                raise ScheduleError(f"the codes of rank {rank} are not those of actions")
         schedule = cls.__new__(cls)
         schedule._fill(rows, placement, microbatches, metadata)
         return schedule
@@ -106,26 +111,24 @@ class Schedule:
     ) -> None:
         if not rows:
             raise ScheduleError("a schedule needs at least one rank, and there are no rows")
+        if placement is not None and not isinstance(placement, Placement):
+            raise PlacementError(f"placement must be a Placement, not {placement!r}")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise ScheduleError(f"metadata must be a mapping, not {metadata!r}")
         if placement is not None and placement.ranks != len(rows):
             raise PlacementError(f"the placement is for {placement.ranks} ranks, but there are {len(rows)} rows")
-        if microbatches is not None and not 0 <= microbatches <= LARGEST_INDEX + 1:
-            raise SizeError(
-                f"the number of microbatches cannot be {microbatches}",
-                field="microbatches",
-                value=microbatches,
-            )
-        codes = np.concatenate(rows, dtype=np.int64)
-        offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-        codes.flags.writeable = offsets.flags.writeable = False
+        codes = _frozen(np.concatenate(rows, dtype=np.int64))
+        offsets = _frozen(np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
         put = object.__setattr__
         put(self, "_codes", codes)
         put(self, "_offsets", offsets)
         put(self, "_rows", {})
         put(self, "_hash", None)
-        put(self, "_metadata", MappingProxyType(dict(metadata or {})))
+        put(self, "_metadata", MappingProxyType(deepcopy(dict(metadata or {}))))
         put(self, "_placement", placement or _derived_placement(rows))
-        derived = int(packed.microbatches(codes).max(initial=-1)) + 1
-        put(self, "_microbatches", derived if microbatches is None else microbatches)
+        if microbatches is None:
+            microbatches = int(packed.microbatches(codes).max(initial=-1)) + 1
+        put(self, "_microbatches", whole_number("microbatches", microbatches, most=LARGEST_INDEX + 1))
 
     @property
     def ranks(self) -> int:
@@ -184,7 +187,8 @@ class Schedule:
 
     def codes_of(self, rank: int) -> Codes:
         """The packed actions of one rank; read-only."""
-        return self._codes[self._offsets[rank] : self._offsets[rank + 1]]
+        number = range(self.ranks)[rank]
+        return self._codes[self._offsets[number] : self._offsets[number + 1]]
 
     def grid(
         self,
@@ -231,8 +235,11 @@ class Schedule:
             assert self._hash is not None
         return self._hash
 
-    def __repr__(self) -> str:
-        name = f" {self._metadata['name']}" if "name" in self._metadata else ""
+    @property
+    def summary(self) -> str:
+        """Its name, if it has one, and its sizes, in a line."""
+        name = str(self._metadata.get("name", ""))
+        name = f" {name if name.isprintable() else repr(name)}" if name else ""
         actions = int(np.count_nonzero(self._codes) - np.count_nonzero(packed.is_joined(self._codes)))
         counts = [
             _counted(self.ranks, "rank"),
@@ -240,7 +247,10 @@ class Schedule:
             _counted(self._microbatches, "microbatch"),
             _counted(actions, "action"),
         ]
-        return f"<Schedule{name}: {', '.join(counts)}>"
+        return f"Schedule{name}: {', '.join(counts)}"
+
+    def __repr__(self) -> str:
+        return f"<{self.summary}>"
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a schedule cannot be changed (setting {name!r}); build a new one")
@@ -287,7 +297,9 @@ class _Rows(Sequence[Row]):
         return (self[rank] for rank in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == [tuple(row) for row in other]
+        if not isinstance(other, Sequence) or not all(isinstance(row, Sequence) for row in other):
+            return NotImplemented
+        return list(self) == [tuple(row) for row in other]
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -296,7 +308,16 @@ class _Rows(Sequence[Row]):
         return repr(tuple(self))
 
 
+def _frozen(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A copy that nobody can make writeable again."""
+    return np.frombuffer(numbers.astype(np.int64).tobytes(), np.int64)
+
+
 def _in_rank_order(rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]) -> list[Iterable[Cell]]:
+    if isinstance(rows, str):
+        raise ScheduleError("a schedule is made of rows; for text there is Schedule.from_text")
+    if not isinstance(rows, Iterable):
+        raise ScheduleError(f"a schedule is made of rows of cells, not of {rows!r}")
     if not isinstance(rows, Mapping):
         return list(rows)
     if (gap := first_gap(rows)) is not None:
@@ -307,15 +328,14 @@ def _in_rank_order(rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]
 
 
 def _checked_cells(rank: int, row: Iterable[Cell]) -> list[Action | None]:
+    if isinstance(row, str) or not isinstance(row, Iterable):
+        raise ScheduleError(f"the row of rank {rank} must be a list of cells, e.g. ['0F0', None, '0B0'], not {row!r}")
     cells: list[Action | None] = []
     for cell in row:
         if cell is None or isinstance(cell, Action):
             cells.append(cell)
         elif isinstance(cell, str):
-            try:
-                cells.append(parse_cell(cell))
-            except ReadError as error:
-                raise error.at(row=rank + 1, cell=len(cells) + 1) from None
+            cells.append(parse_cell(cell, row=rank + 1, cell=len(cells) + 1))
         else:
             raise ScheduleError(f"rank {rank}, step {len(cells)}: a cell is an Action, its text or None, not {cell!r}")
     return cells
@@ -328,7 +348,8 @@ def _derived_placement(rows: Sequence[Codes]) -> Placement:
         busy = np.flatnonzero(codes)
         if not len(busy):
             raise PlacementError(
-                f"rank {rank} does nothing, so its stages are unknown; drop its row, or give placement="
+                f"rank {rank} does nothing, so its stages are unknown; drop its row, or give placement=",
+                places=[(rank, 0)],
             )
         for stage in np.unique(packed.stages(codes[busy])).tolist():
             if (other := rank_of.setdefault(stage, rank)) != rank:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.interleaving import only_real
+from penstock.schedules.filling import only_real
 from penstock.schedules.phases import play
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +31,7 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     rank 0 3B2                  (3F3;0B1)OVERLAP_F_B 3B3 0I2 0W2 0I3 0W3
     rank 1 (2F3;1B1)OVERLAP_F_B 2B2                  1B2 2I3 1I3 2W3 1W3
     """
-    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=2)
+    ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     whole = max(microbatches, 2 * ranks)  # the pattern needs as many; fewer are cut out of it
     rows = [
         only_real(play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)), microbatches)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.interleaving import Rounds, only_real
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.filling import only_real
+from penstock.schedules.interleaving import Rounds
+from penstock.schedules.sizes import checked_sizes
 
 
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -18,7 +19,7 @@ def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sch
     rank 1 .   1F0 1F1 1F2 1F3
     rank 2 .   .   2F0 2F1 2F2 2F3
     """
-    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = checked_sizes(ranks, microbatches, stages_per_rank)
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     rounds = Rounds.of(ranks, microbatches)
     rows = [only_real(rounds.stream(stages, FORWARD), microbatches) for stages in placement.rows]

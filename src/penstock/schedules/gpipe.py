@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 from penstock.schedules.weaving import stream, weave
 
 
@@ -21,7 +21,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     rank 1 .   1F0 1F1 1F2 .   .   1B0 1B1 1B2
     rank 2 .   .   2F0 2F1 2F2 2B0 2B1 2B2
     """
-    check_sizes(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches, _ = checked_sizes(ranks, microbatches)
     rows = [
         weave((0, stream(rank, FORWARD, microbatches)), (microbatches, stream(rank, FULL_BACKWARD, microbatches)))
         for rank in range(ranks)

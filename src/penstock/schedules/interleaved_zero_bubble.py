@@ -8,8 +8,9 @@ from __future__ import annotations
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.interleaving import Rounds, only_real
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.filling import only_real
+from penstock.schedules.interleaving import Rounds
+from penstock.schedules.sizes import checked_sizes
 from penstock.schedules.weaving import weave
 
 
@@ -21,7 +22,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
     rank 0 0F0 0F1 2F0 2F1 .   2I0 2W0 0F2 2I1 2W1 0F3 0I0 0W0 2F2 0I1 0W1 2F3 2I2 2W2 2I3 2W3 0I2 0W2 0I3 0W3
     rank 1 .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1F2 1I0 3W1 1F3 1I1 1W0 3F2 3I2 1W1 3F3 3I3 3W2 1I2 3W3 1I3 1W2 1W3
     """
-    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = checked_sizes(ranks, microbatches, stages_per_rank)
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     rounds = Rounds.of(ranks, microbatches)
     rows = []

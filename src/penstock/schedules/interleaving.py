@@ -20,7 +20,7 @@ class Rounds:
 
     Attributes:
         count: the number of rounds.
-        size: the microbatches in a round, ``count * size`` of them in all, counting those that only fill up.
+        size: the microbatches in a round; ``count * size`` in all, of which the last may only fill up.
     """
 
     count: int
@@ -28,15 +28,13 @@ class Rounds:
 
     @classmethod
     def of(cls, ranks: int, microbatches: int) -> Rounds:
-        """Equal rounds of at least ``ranks`` microbatches where that comes out even, else rounds filled up to it.
+        """As many rounds as have at least ``ranks`` microbatches each, all of one size.
 
         >>> Rounds.of(ranks=4, microbatches=10), Rounds.of(ranks=4, microbatches=11)
-        (Rounds(count=2, size=5), Rounds(count=3, size=4))
+        (Rounds(count=2, size=5), Rounds(count=2, size=6))
         """
         count = max(1, microbatches // ranks)
-        if microbatches % count == 0:
-            return cls(count, microbatches // count)
-        return cls(-(-microbatches // ranks), ranks)
+        return cls(count, -(-microbatches // count))
 
     def stream(self, stages: tuple[int, ...], kind: ComputationType) -> Codes:
         """One kind of action of these stages, taken in this order in every round."""
@@ -44,12 +42,3 @@ class Rounds:
         microbatches = np.arange(self.count * self.size).reshape(self.count, 1, self.size)
         in_turn = np.array(stages, np.int64).reshape(1, -1, 1)
         return np.broadcast_to(packed.pack(in_turn, kind, microbatches), shape).ravel()
-
-
-def only_real(codes: Codes, microbatches: int) -> Codes:
-    """Drop the microbatches that only filled up a schedule to a size with a pattern.
-
-    No action waits for one of another microbatch, so what is left of an order that runs still runs.
-    """
-    wanted = packed.microbatches(codes) < microbatches
-    return codes if wanted.all() else packed.keep(codes, wanted)

@@ -12,7 +12,7 @@ from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.schedules.interleaving import Rounds
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
@@ -23,7 +23,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     rank 0 0F0 0F1 2F0 2F1 .   .   2B1 2B0 0B1 0B0
     rank 1 .   1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """
-    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    ranks, microbatches, stages_per_rank = checked_sizes(ranks, microbatches, stages_per_rank)
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     one_round = Rounds(1, microbatches)
     rows = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 from penstock.schedules.weaving import stream, weave
 
 
@@ -22,10 +22,10 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rank 1 .   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 .   1B3
     rank 2 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
     """
-    check_sizes(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches, _ = checked_sizes(ranks, microbatches)
     rows = []
     for rank in range(ranks):
-        fill = min(ranks - 1 - rank, microbatches)
+        fill = ranks - 1 - rank
         rows.append(weave((0, stream(rank, FORWARD, microbatches)), (fill, stream(rank, FULL_BACKWARD, microbatches))))
     return Schedule.from_codes(
         rows, placement=Placement.loop(ranks, ranks), microbatches=microbatches, metadata={"name": "1F1B"}

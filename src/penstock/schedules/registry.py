@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import SizeError, UnknownScheduleError
+from penstock.ir.numbers import whole_number
 from penstock.schedules.dual_pipe_v import dual_pipe_v
 from penstock.schedules.forward_only import forward_only
 from penstock.schedules.gpipe import gpipe
@@ -74,11 +75,11 @@ def recipe(name: str) -> Recipe:
     >>> recipe("interleaved-1f1b").stages_per_rank
     2
     """
-    found = _BY_KEY.get(_key(name))
+    found = _BY_KEY.get(_key(str(name)))
     if found is None:
-        near = get_close_matches(_key(name), _BY_KEY, n=3)
+        near = get_close_matches(_key(str(name)), _BY_KEY, n=3)
         raise UnknownScheduleError(
-            name, near=[_BY_KEY[key].name for key in near], known=[known.name for known in RECIPES]
+            str(name), near=[_BY_KEY[key].name for key in near], known=[known.name for known in RECIPES]
         )
     return found
 
@@ -99,7 +100,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     if chosen.any_stages:
         stages = chosen.stages_per_rank if stages_per_rank is None else stages_per_rank
         return chosen.generate(ranks, microbatches, stages)
-    if stages_per_rank not in (None, chosen.stages_per_rank):
+    if stages_per_rank is not None and whole_number("stages_per_rank", stages_per_rank) != chosen.stages_per_rank:
         raise SizeError(
             f"{chosen.name} has {chosen.stages_per_rank} stage{'s' * (chosen.stages_per_rank > 1)} per rank, not "
             f"{stages_per_rank}; leave stages_per_rank out",

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from operator import index
-from typing import Final
+from typing import Final, NamedTuple
 
 from penstock.errors import SizeError
+from penstock.ir.numbers import whole_number
 
-#: One of ten million stages times microbatches already takes a gigabyte; more is a slip of the keyboard.
+#: A schedule of so many forwards takes gigabytes; more is a slip of the keyboard.
 LARGEST_SCHEDULE: Final = 10**8
 
 
-def check_sizes(*, ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
-    """Refuse what is not a whole number from 1, and what would not fit into memory."""
-    sizes = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
-    for field, value in sizes.items():
-        try:
-            whole = index(value)
-        except TypeError:
-            raise SizeError(f"{field} must be a whole number, not {value!r}", field=field, value=value) from None
-        if whole < 1:
-            raise SizeError(f"{field} must be at least 1, not {value}", field=field, value=value)
-    if ranks * microbatches * stages_per_rank > LARGEST_SCHEDULE:
-        field = max(sizes, key=lambda name: sizes[name])
+class Sizes(NamedTuple):
+    """What every generator is a function of."""
+
+    ranks: int
+    microbatches: int
+    stages_per_rank: int
+
+
+def checked_sizes(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sizes:
+    """The sizes as plain numbers; what is not a whole number from 1, or would not fit into memory, is refused."""
+    fields = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    sizes = Sizes(**{field: whole_number(field, value, least=1) for field, value in fields.items()})
+    if sizes.ranks * sizes.microbatches * sizes.stages_per_rank > LARGEST_SCHEDULE:
+        field = max(sizes._fields, key=lambda name: int(getattr(sizes, name)))
         raise SizeError(
-            f"{ranks} ranks x {stages_per_rank} stages x {microbatches} microbatches is more than "
-            f"{LARGEST_SCHEDULE:,} forwards; {field}={sizes[field]} is too many",
+            f"{sizes.ranks} ranks x {sizes.stages_per_rank} stages x {sizes.microbatches} microbatches is more than "
+            f"{LARGEST_SCHEDULE:,} forwards; {field}={getattr(sizes, field)} is too many",
             field=field,
-            value=sizes[field],
+            value=getattr(sizes, field),
         )
+    return sizes

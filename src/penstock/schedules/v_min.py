@@ -9,7 +9,7 @@ from __future__ import annotations
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.schedules.building_blocks import Block, repeat_and_compact
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
@@ -21,7 +21,7 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
     rank 1 .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 1F2 1I0 1W0 4I1 4W1 4F2 .   1I1 4I2 1W1 4W2 1I2 1W2
     rank 2 .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 2F2 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2
     """
-    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=2)
+    ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     return Schedule.from_codes(
         repeat_and_compact([_block(rank, ranks) for rank in range(ranks)], microbatches),
         placement=Placement.v(ranks, 2 * ranks),

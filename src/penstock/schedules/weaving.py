@@ -22,12 +22,17 @@ def weave(*lagged: tuple[int, Codes]) -> Codes:
     """At each tick, the next action of every (lag, stream) that has begun by then and has not ended.
 
     1F1B on rank r of p is forwards woven with backwards that lag p - 1 - r ticks behind: the fill, the steady state
-    and the drain all follow from it, for any number of microbatches.
+    and the drain all follow from it. A stream that would begin after all before it have ended follows at once, so any
+    number of microbatches will do.
     """
-    ticks = max(lag + len(codes) for lag, codes in lagged)
+    starts: list[int] = []
+    ticks = 0
+    for lag, codes in lagged:
+        starts.append(min(lag, ticks))
+        ticks = max(ticks, starts[-1] + len(codes))
     table = np.full((ticks, len(lagged)), packed.IDLE, np.int64)
-    for column, (lag, codes) in enumerate(lagged):
-        table[lag : lag + len(codes), column] = codes
+    for column, (start, (_, codes)) in enumerate(zip(starts, lagged, strict=True)):
+        table[start : start + len(codes), column] = codes
     woven = table.ravel()
     kept: Codes = woven[woven != packed.IDLE]
     return kept

@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 from penstock.schedules.weaving import stream, weave
 
 
@@ -21,7 +21,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     rank 1 .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    check_sizes(ranks=ranks, microbatches=microbatches)
+    ranks, microbatches, _ = checked_sizes(ranks, microbatches)
     rows = []
     for rank in range(ranks):
         fill = min(ranks - 1 - rank, microbatches)

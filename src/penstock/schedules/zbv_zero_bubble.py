@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.interleaving import only_real
+from penstock.schedules.filling import only_real
 from penstock.schedules.phases import play
-from penstock.schedules.sizes import check_sizes
+from penstock.schedules.sizes import checked_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
     rank 1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
-    check_sizes(ranks=ranks, microbatches=microbatches, stages_per_rank=2)
+    ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     whole = max(microbatches, 2 * ranks - 1)  # the pattern needs as many; fewer are cut out of it
     rows = [
         only_real(play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)), microbatches)

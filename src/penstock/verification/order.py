@@ -25,18 +25,19 @@ def disordered(leaves: Leaves) -> Iterator[Problem]:
     """Actions that come before what they need."""
     waiting, awaited = leaves.inputs
     late = (awaited != NOWHERE) & (leaves.rank[waiting] == leaves.rank[awaited])
-    late &= leaves.cell[awaited] > leaves.cell[waiting]
+    late &= leaves.cell[awaited] >= leaves.cell[waiting]
     waiting, awaited = waiting[late], awaited[late]
 
     def tell(number: int) -> Finding:
         action, need = action_at(leaves, waiting[number]), action_at(leaves, awaited[number])
         (rank, step), (_, later) = position(leaves, waiting[number]), position(leaves, awaited[number])
+        when = "runs together with it" if later == step else f"comes later, at step {later}"
         return Finding(
             _KINDS[action.computation_type],
             rank,
             step,
             action,
-            f"{action} needs {need}, which comes later, at step {later}",
+            f"{action} needs {need}, which {when}",
             f"move {need} before it",
             ((rank, step), (rank, later)),
         )

@@ -4,9 +4,10 @@ import stat
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.ir.formats import FORMATS
+from penstock.ir.formats import FORMATS, files
 from penstock.schedules.registry import RECIPES
 from strategies import schedules
 
@@ -119,6 +120,61 @@ def test_permissions_are_those_of_the_old_file_or_the_usual_ones(tmp_path):
     (tmp_path / "new.csv").chmod(0o640)
     schedule.write(tmp_path / "new.csv")
     assert stat.S_IMODE((tmp_path / "new.csv").stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed_and_a_device_left_alone(tmp_path):
+    schedule = ps.build("GPipe", ranks=1, microbatches=1)
+    (tmp_path / "real.csv").touch()
+    (tmp_path / "link.csv").symlink_to("real.csv")
+    schedule.write(tmp_path / "link.csv")
+    assert (tmp_path / "link.csv").is_symlink()
+    assert ps.read(tmp_path / "real.csv") == schedule
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(ps.WriteError, match="is not a file that can be replaced"):
+        schedule.write(tmp_path / "pipe.csv")
+
+
+def test_a_long_name_of_wide_letters(tmp_path):
+    schedule = ps.build("GPipe", ranks=1, microbatches=1)
+    schedule.write(tmp_path / f"{'语' * 80}.csv")
+    assert ps.read(tmp_path / f"{'语' * 80}.csv") == schedule
+
+
+@pytest.mark.parametrize("metadata", [{1: "a"}, {1: "a", "1": "b"}, {"sizes": (1, 2)}])
+def test_metadata_that_json_would_change(tmp_path, metadata):
+    with pytest.raises(ps.WriteError, match="use text for keys, and lists rather than tuples"):
+        ps.Schedule([["0F0"]], metadata=metadata).write(tmp_path / "it.json")
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST_FILE", 100)
+    with pytest.raises(ps.WriteError, match="could not be read again"):
+        ps.build("GPipe", ranks=4, microbatches=8).write(tmp_path / "it.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(schedule=schedules(), data=st.data())
+@settings(max_examples=60)
+def test_json_keeps_everything(folder, schedule, data):
+    """Also what the actions do not tell: a placement with more stages, more microbatches, idle ranks, metadata."""
+    values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=5,
+    )
+    metadata = data.draw(st.dictionaries(st.text(), values, max_size=3))
+    idle = data.draw(st.integers(0, 2))
+    more = data.draw(st.lists(st.integers(0, schedule.ranks + idle - 1), max_size=3))
+    whole = ps.Schedule(
+        [*schedule.actions, *[[] for _ in range(idle)]],
+        placement=ps.Placement((*schedule.placement.rank_of, *more), schedule.ranks + idle),
+        microbatches=data.draw(st.integers(0, 10)),
+        metadata=metadata,
+    )
+    whole.write(folder / "whole.json")
+    again = ps.read(folder / "whole.json")
+    assert again == whole
+    assert again.metadata == metadata
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,17 @@ def read(path: str | Path) -> Schedule:
         raise error.at(path=str(path)) from None
     except PenstockError as fact:
         raise FormatError(str(fact), path=str(path)) from fact
-    except (OSError, ValueError) as fault:  # ValueError: a NUL in the path
+    except (OSError, ValueError, TypeError) as fault:  # a NUL in the path, or no path at all
         raise FormatError(f"cannot be read: {_reason(fault)}", path=str(path)) from None
 
 
-def write(schedule: Schedule, path: str | Path) -> None:
+def write(schedule: Schedule, path: str | Path, *, overwrite: bool = True) -> None:
     """Write a schedule to a file of the same kinds, all at once: a reader sees the old file or the new one.
+
+    Args:
+        schedule: what to write.
+        path: where to.
+        overwrite: whether a file that is there may be replaced.
 
     Raises:
         WriteError: the suffix is unknown, the format cannot hold the schedule, or the system refuses.
@@ -64,10 +69,12 @@ def write(schedule: Schedule, path: str | Path) -> None:
         form = FORMATS.get(Path(path).suffix.lower())
         if form is None:
             raise WriteError(_unknown_suffix(path))
+        if not overwrite and Path(path).exists():
+            raise WriteError("is there already")
         files.replace(Path(path), form.render(schedule))
     except WriteError as fact:
         raise WriteError(f"{path}: {fact}") from None
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, TypeError) as fault:
         raise WriteError(f"{path}: cannot be written: {_reason(fault)}") from None
 
 

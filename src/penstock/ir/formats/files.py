@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import suppress
-from pathlib import Path
-from typing import Final
+from secrets import token_hex
+from typing import TYPE_CHECKING, Final
 
-from penstock.errors import FormatError
+from penstock.errors import FormatError, WriteError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: Far above any real schedule, far below what would exhaust a machine.
-LARGEST_FILE: Final = 1 << 27
+LARGEST_FILE: Final = 1 << 26
 
 
 def read_text(path: Path) -> str:
@@ -31,22 +33,24 @@ def read_text(path: Path) -> str:
 
 
 def replace(path: Path, content: str) -> None:
-    """Put the content into a new file beside the old one, then give it the name."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.", suffix=".part")
+    """Put the content into a new file beside the old one, then give it the name. A link is followed, not replaced."""
+    data = content.encode()
+    if len(data) > LARGEST_FILE:
+        raise WriteError(f"it would be larger than {LARGEST_FILE >> 20} MiB, and could not be read again")
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise WriteError("cannot be written: Is a directory" if path.is_dir() else "is not a file that can be replaced")
+    temporary = path.parent / f".penstock-{os.getpid()}-{token_hex(4)}.part"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content.encode())
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
-        Path(temporary).replace(path)
+        if path.exists():
+            temporary.chmod(path.stat().st_mode & 0o777)
+        temporary.replace(path)
     except BaseException:
         with suppress(OSError):
-            Path(temporary).unlink()
+            temporary.unlink()
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from penstock.ir.formats.rows import check_rows_tell_all
+from penstock.ir.formats.rows import check_not_cut_off, check_rows_tell_all
 from penstock.ir.schedule import Schedule
 
 
 def schedule_from_grid(text: str) -> Schedule:
-    """Read a grid."""
-    return Schedule.from_text(text)
+    """Read a grid. The last row may end without a line break if it is whole."""
+    schedule = Schedule.from_text(text)
+    check_not_cut_off(schedule, text)
+    return schedule
 
 
 def grid_from_schedule(schedule: Schedule) -> str:

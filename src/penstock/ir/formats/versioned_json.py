@@ -18,7 +18,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from penstock.errors import FormatError, ScheduleSyntaxError, WriteError
-from penstock.ir.formats.rows import located_cell
+from penstock.ir.actions import parse_cell
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
@@ -42,8 +42,11 @@ def json_from_schedule(schedule: Schedule) -> str:
     }
     try:
         lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()]
-    except (TypeError, ValueError) as fault:
+        kept = json.loads(json.dumps(head["metadata"])) == head["metadata"]
+    except (TypeError, ValueError, RecursionError) as fault:
         raise WriteError(f"the metadata do not fit into JSON: {fault}") from None
+    if not kept:
+        raise WriteError("the metadata do not fit into JSON: use text for keys, and lists rather than tuples")
     ranks = [
         json.dumps({"rank": rank, "stages": stages, "actions": [None if cell is None else str(cell) for cell in row]})
         for rank, (stages, row) in enumerate(zip(schedule.placement.rows, schedule.actions, strict=True))
@@ -114,7 +117,7 @@ def _schedule(document: Mapping[str, Any]) -> Schedule:
         stages[rank] = _stages_from_json(entry, number)
         rows[rank] = _cells_from_json(entry, number)
     placement = Placement.from_rows([stages[rank] for rank in range(len(entries))])
-    if document.get("stages") != placement.stages:
+    if not _is_count(document.get("stages")) or document.get("stages") != placement.stages:
         raise FormatError(f'"stages" is {_shown(document.get("stages"))}, but the ranks hold {placement.stages}')
     return Schedule(rows, placement=placement, microbatches=microbatches, metadata=metadata)
 
@@ -148,7 +151,7 @@ def _cells_from_json(entry: Mapping[str, Any], number: int) -> list[Action | Non
                 row=number,
                 cell=position,
             )
-        actions.append(None if cell is None else located_cell(cell, number, position))
+        actions.append(None if cell is None else parse_cell(cell, row=number, cell=position))
     return actions
 
 
@@ -157,5 +160,8 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def _shown(value: object) -> str:
-    text = "missing" if value is None else json.dumps(value)
+    try:
+        text = "null or missing" if value is None else json.dumps(value)
+    except RecursionError:
+        text = "nested too deeply"
     return text if len(text) <= 40 else text[:37] + "..."
