@@ -121,5 +121,6 @@ def test_what_cannot_run_is_not_lowered():
 def test_deferred_receives_can_be_proved_for_a_harsher_model():
     schedule = ps.build("1F1B", ranks=2, microbatches=3)
     assert ps.lower(schedule, defer_receives=True).lowered
-    with pytest.raises(ps.VerificationError, match="rank 0 waits in 0RECV_B0 for rank 1, which waits in 1RECV_F1"):
+    both_send = "rank 0 waits in 0SEND_F1, ahead of 0RECV_B0, for rank 1, which waits in 1SEND_B0, ahead of 1RECV_F1"
+    with pytest.raises(ps.VerificationError, match=both_send):
         ps.lower(schedule, defer_receives=True, model=ps.CommModel("rendezvous", "pair"))

@@ -87,12 +87,15 @@ def _stays(leaves: Leaves, cycle: list[Wait]) -> list[tuple[int, int]]:
     """For each rank on the way round: where it is stuck, and what the rank before waits for it to do."""
     ranks = [int(leaves.rank[wait.waiting]) for wait in cycle]
     changes = [number for number in range(len(cycle)) if ranks[number] != ranks[number - 1]] or [0]
-    start = changes[0]
+    start = min(changes, key=lambda number: ranks[number])
     turned = cycle[start:] + cycle[:start]
     stays: list[tuple[int, int]] = []
     for number, wait in enumerate(turned):
+        # An operation in line behind another is not where the rank is stuck: the one at the head is.
+        same_rank = leaves.rank[wait.awaited] == leaves.rank[wait.waiting]
+        stuck = wait.awaited if same_rank else wait.waiting
         if number == 0 or leaves.rank[wait.waiting] != leaves.rank[turned[number - 1].waiting]:
-            stays.append((wait.waiting, wait.waiting))
+            stays.append((stuck, wait.waiting))
         else:
-            stays[-1] = (wait.waiting, stays[-1][1])
+            stays[-1] = (stuck, stays[-1][1])
     return stays

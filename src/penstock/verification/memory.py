@@ -31,7 +31,7 @@ def over_memory(leaves: Leaves, limit: float) -> Iterator[Problem]:
     _, first = np.unique(leaves.rank[over], return_index=True)
 
     def tell(place: int) -> Finding:
-        words = f"{{}} is the {held[place]}th activation held, and {limit:g} is the limit"
+        words = f"with {{}} the rank holds {held[place]} activations, and {limit:g} is the limit"
         return at(leaves, "memory", words, "run a backward before it")(place)
 
     yield Problem("memory", over[first], tell)

@@ -1,0 +1,67 @@
+"""The plain walk and the compiled one against each other, and both against the definition."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.graph import active_stages, walk
+
+edges = st.integers(1, 12).flatmap(
+    lambda nodes: st.tuples(
+        st.just(nodes),
+        st.lists(st.tuples(st.integers(0, nodes - 1), st.integers(0, nodes - 1), st.integers(0, 3)), max_size=25),
+    )
+)
+
+
+def arrays(found):
+    table = np.array(found, np.int64).reshape(-1, 3)
+    return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1]), np.ascontiguousarray(table[:, 2])
+
+
+def by_definition(nodes, found):
+    """Relax every edge until nothing changes; what still grows after so many rounds is on a cycle or behind one."""
+    reached, start = set(), [0] * nodes
+    while fresh := [
+        node
+        for node in range(nodes)
+        if node not in reached and all(source in reached for source, target, _ in found if target == node)
+    ]:
+        for node in fresh:
+            start[node] = max([0, *(start[source] + weight for source, target, weight in found if target == node)])
+        reached |= set(fresh)
+    return [start[node] if node in reached else walk.UNREACHED for node in range(nodes)]
+
+
+@given(edges)
+@settings(max_examples=200, deadline=None)
+def test_plain_and_compiled_walks_agree_with_the_definition(graph):
+    nodes, found = graph
+    source, target, weight = arrays(found)
+    expected = by_definition(nodes, found)
+    assert walk._plain(nodes, source.tolist(), target.tolist(), weight.tolist()) == expected
+    assert walk._compiled()(nodes, source, target, weight).tolist() == expected
+    assert walk.longest_path(nodes, source, target, weight).tolist() == expected
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 4), st.data())
+@settings(max_examples=100, deadline=None)
+def test_plain_and_compiled_scans_of_stages_agree(stages, limit, data):
+    starts = [True, *data.draw(st.lists(st.booleans(), min_size=len(stages) - 1, max_size=len(stages) - 1))]
+    cells = np.cumsum(starts) - 1
+    names, local = np.unique(np.array(stages), return_inverse=True)
+    following = active_stages._next_uses(local, len(names))
+    arguments = (local.astype(np.int64), cells.astype(np.int64), following, len(names), limit)
+    plain, compiled = active_stages._scan(*arguments), active_stages._compiled()(*arguments)
+    for one, other in zip(plain, compiled, strict=True):
+        assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_when_the_compiler_pays(monkeypatch, loaded):
+    modules = {"numba": object()} if loaded else {}
+    monkeypatch.setattr(walk.sys, "modules", modules)
+    assert walk.worth_compiling(10_000) is loaded
+    assert walk.worth_compiling(1_000_000)
+    assert not walk.worth_compiling(100)

@@ -1,0 +1,192 @@
+"""Each kind of mistake, as the broken grid and the finding."""
+
+from textwrap import dedent
+
+import pytest
+from torch.distributed.pipelining import schedules as upstream
+
+import penstock as ps
+from penstock.verification.findings import MOST_FINDINGS
+
+RIGHT = """
+    rank 0: 0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE_GRAD
+    rank 1: 1UNSHARD 1RECV_F0 1F0 1RECV_F1 1F1 1B0 1SEND_B0 1I1 1SEND_B1 1W1 1RESHARD 1REDUCE_GRAD
+"""
+
+
+def found(text, **options):
+    schedule = ps.Schedule.from_text(text, placement=ps.Placement.loop(2, 2), microbatches=2)
+    return ps.check(schedule, **options)
+
+
+def test_nothing_is_wrong_with_it():
+    assert found(RIGHT) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("0F1 ", "", "rank 0: 0F1 is missing; add it to rank 0"),
+        ("1B0 ", "", "rank 1: 1B0 is missing; add it to rank 1"),
+        ("1W1 ", "", "rank 1: 1W1 is missing; add it to rank 1"),
+        ("1I1 ", "", "rank 1: 1I1 is missing; add it to rank 1"),
+        ("0F1 ", "0F1 0F1 ", "rank 0, step 4: 0F1 is there a second time; drop it"),
+        ("0F1 ", "0F1 0F7 ", "rank 0, step 4: 0F7 is of a microbatch that there is not; there are 2"),
+        ("0F1 ", "0F1 2F1 ", "rank 0, step 4: 2F1 is of a stage that there is not; they are 0 to 1"),
+        ("0F1 ", "0F1 1F1 ", "rank 0, step 4: 1F1 is here, but stage 1 is on rank 1; move it to rank 1"),
+        ("1W1 ", "1W1 1B1 ", "rank 1, step 7: 1I1 is half of a backward that is there as a whole too"),
+        ("1I1 1SEND_B1 1W1", "1W1 1I1 1SEND_B1", "rank 1, step 7: 1W1 needs 1I1, which comes later, at step 8"),
+        ("1F0 1RECV_F1 1F1 1B0", "1B0 1RECV_F1 1F1 1F0", "rank 1, step 2: 1B0 needs 1F0, which comes later, at step 5"),
+        ("1RECV_F1 1F1", "(1F1;1F1)OVERLAP_F_B 1RECV_F1", "1RECV_F1 comes after what it receives is used"),
+        ("1RECV_F0 ", "", "rank 0, step 2: 0SEND_F0 has no RECV_F on its other side; add that, or drop this"),
+        ("0SEND_F0 ", "", "rank 1, step 1: 1RECV_F0 has no SEND_F on its other side"),
+        ("0SEND_F0 ", "0SEND_F0 0SEND_F0 ", "rank 0, step 3: 0SEND_F0 is there a second time"),
+        ("0SEND_F0 ", "0SEND_F0 0RECV_F0 ", "rank 0, step 3: 0RECV_F0 has no stage on its other side; drop it"),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "rank 0, step 1: 0SEND_F0 comes before what it sends is made"),
+        ("1RECV_F0 1F0", "1F0 1RECV_F0", "rank 1, step 2: 1RECV_F0 comes after what it receives is used"),
+        ("0UNSHARD ", "0UNSHARD 0UNSHARD ", "rank 0, step 1: 0UNSHARD, but the stage is unsharded already; drop it"),
+        ("0UNSHARD ", "", "rank 0, step 0: 0F0 runs on a stage that was not unsharded; unshard it before"),
+        ("0F1 ", "0RESHARD 0F1 ", "rank 0, step 4: 0F1 runs on a stage that was resharded before it"),
+        ("0RESHARD ", "0RESHARD 0RESHARD ", "rank 0, step 10: 0RESHARD, but the stage is not unsharded"),
+        ("0B1 0RESHARD 0REDUCE_GRAD", "0REDUCE_GRAD 0B1 0RESHARD", "step 8: 0REDUCE_GRAD comes before the last grad"),
+        ("0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD", "rank 0, step 11: 0REDUCE_GRAD is there a second time"),
+        ("0REDUCE_GRAD", "", "rank 0: 0REDUCE_GRAD is missing, though other stages have theirs; add it to rank 0"),
+    ],
+)
+def test_every_kind(old, new, told):
+    assert RIGHT.count(old) == 1
+    findings = found(RIGHT.replace(old, new))
+    assert any(told in str(finding) for finding in findings), [str(finding) for finding in findings]
+    for finding in findings:
+        assert finding.rank in (0, 1)
+        assert finding.action is not None
+
+
+def test_a_transfer_that_is_nowhere():
+    findings = found(RIGHT.replace("0SEND_F0 ", "").replace("1RECV_F0 ", ""))
+    assert [str(finding) for finding in findings] == [
+        "rank 1, step 1: 1F0 needs what another rank makes, and nobody sends it; add 0SEND_F0 and 1RECV_F0"
+    ]
+
+
+def test_a_transfer_to_itself():
+    schedule = ps.Schedule([["0F0", "0SEND_F0", "1RECV_F0", "1F0"]])
+    assert [finding.kind for finding in ps.check(schedule)] == ["self_directed", "self_directed"]
+
+
+def test_a_forward_before_its_input_on_the_same_rank():
+    schedule = ps.Schedule([["1F0", "0F0"]])
+    assert [str(finding) for finding in ps.check(schedule)] == [
+        "rank 0, step 0: 1F0 needs 0F0, which comes later, at step 1; move 0F0 before it"
+    ]
+
+
+def test_memory():
+    assert found(RIGHT, memory_limit=2) == []
+    findings = found(RIGHT, memory_limit=1)
+    assert [str(finding) for finding in findings] == [
+        "rank 0, step 3: with 0F1 the rank holds 2 activations, and 1 is the limit; run a backward before it",
+        "rank 1, step 4: with 1F1 the rank holds 2 activations, and 1 is the limit; run a backward before it",
+    ]
+    v_half = ps.build("V-Half", ranks=8, microbatches=24)
+    assert ps.check(v_half, memory_limit=10) == []
+    assert {finding.kind for finding in ps.check(v_half, memory_limit=9)} == {"memory"}
+
+
+def test_a_deadlock_is_told_as_a_cycle_and_marked():
+    text = """
+        rank 0: 0F0 0F1 0SEND_F0 0SEND_F1
+        rank 1: 1RECV_F1 1RECV_F0 1F0 1F1
+    """
+    schedule = ps.Schedule.from_text(text)
+    with pytest.raises(ps.VerificationError) as caught:
+        ps.verify(schedule, model=ps.CommModel("rendezvous", "pair"))
+    (finding,) = caught.value.findings
+    assert finding.kind == "deadlock"
+    assert finding.message == (
+        "rank 0 waits in 0SEND_F0, ahead of 0SEND_F1, for rank 1, which waits in 1RECV_F1, ahead of 1RECV_F0, "
+        "for rank 0 (under rendezvous, a lane per pair)"
+    )
+    assert str(caught.value).endswith(
+        dedent("""\
+        step   0        1        2        3
+        rank 0 0F0      0F1      0SEND_F0 0SEND_F1
+                                 ^^^^^^^^ ^^^^^^^^
+        rank 1 1RECV_F1 1RECV_F0 1F0      1F1
+               ^^^^^^^^ ^^^^^^^^""")
+    )
+
+
+def test_a_deadlock_of_compute_alone():
+    stuck = ps.Schedule([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
+    (finding,) = ps.check(stuck)
+    assert finding.message == (
+        "rank 0 waits in 0B0, ahead of 0F1, for rank 1, which waits in 1F1, ahead of 1B0, "
+        "for rank 0 (under rendezvous, a lane per pair)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "kind"),
+    [
+        ([["0F0", "0F0", "0B0"]], 1, "repeated"),
+        ([["0F7", "0B7"]], 1, "microbatch"),
+        ([["0F0", "0F1", "0B0", "0I0", "0W0"]], 2, "backward_twice"),
+        ([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], 2, "deadlock"),
+    ],
+)
+def test_what_the_validator_of_torch_lets_through(rows, microbatches, kind):
+    theirs = {rank: [upstream._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    upstream._validate_schedule(theirs, len(rows), len(rows), microbatches)  # does not raise
+    placement = ps.Placement.loop(len(rows), len(rows))
+    findings = ps.check(ps.Schedule(rows, placement=placement, microbatches=microbatches))
+    assert kind in {finding.kind for finding in findings}
+
+
+@pytest.mark.parametrize("change", [lambda row: row.remove("1RECV_F1"), lambda row: row.sort(key="1RECV_F1".__ne__)])
+def test_a_lowered_schedule_with_a_receive_dropped_or_swapped(change):
+    lowered = ps.lower(ps.build("1F1B", ranks=2, microbatches=2))
+    rows = [[str(cell) for cell in row] for row in lowered.actions]
+    change(rows[1])
+    assert ps.check(ps.Schedule(rows)) != []
+
+
+def test_all_of_them_are_collected():
+    kinds = [
+        finding.kind for finding in found(RIGHT.replace("0F1 ", "").replace("1RECV_F0 ", "").replace("0UNSHARD", ""))
+    ]
+    assert {"missing", "unmatched", "not_unsharded"} <= set(kinds)
+
+
+def test_thousands_of_findings_are_counted_and_a_window_is_shown():
+    ranks, microbatches = 16, 2000
+    rows = [[f"{rank}F{number}" for number in range(microbatches)] for rank in range(ranks)]
+    rows[7] = rows[7][:1] * microbatches
+    schedule = ps.Schedule(rows)
+    with pytest.raises(ps.VerificationError) as caught:
+        ps.verify(schedule)
+    assert len(caught.value.findings) <= MOST_FINDINGS + 1
+    assert caught.value.findings[-1].kind == "more"
+    assert "and 3958 more (in all: 1999 repeated, 1999 missing)" in str(caught.value)
+    assert len(str(caught.value)) < 8000
+
+
+def test_far_too_few_actions_for_the_microbatches():
+    (finding,) = ps.check(ps.Schedule([["0F0"]], microbatches=2**28))
+    assert "1 stages times 268435456 microbatches need 268435456 forwards, and there are only 1 actions" in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("never",), "buffering is 'rendezvous', 'bounded(1)'"),
+        (("bounded(0)",), "buffering is"),
+        (("bounded(x)",), "buffering is"),
+        (("rendezvous", "lane"), "lanes are one per rank, pair, direction, message, not per 'lane'"),
+        ((3,), "buffering is"),
+    ],
+)
+def test_models_that_there_are_not(arguments, told):
+    with pytest.raises(ps.ModelError) as caught:
+        ps.CommModel(*arguments)
+    assert told in str(caught.value)
