@@ -40,6 +40,7 @@ test-full: lint
 
 bench: setup
 	$(BIN)/python benchmarks/build.py
+	$(BIN)/python benchmarks/lowering.py
 
 format: setup
 	$(BIN)/ruff format .

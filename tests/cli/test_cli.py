@@ -71,6 +71,13 @@ def test_a_pipe_gets_whole_lines():
     assert "6 stages, 40 microbatches" in lines[-1]
 
 
+def test_a_closed_pipe_is_no_failure_of_ours():
+    command = f"{PENSTOCK} show 1F1B -r 64 -m 300 --width 80 | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.startswith("step")
+    assert result.stderr == ""
+
+
 def test_show_fits_a_given_width():
     result = penstock("show", "DualPipeV", "-r", "2", "-m", "6", "--width", "50")
     lines = result.stdout.splitlines()
@@ -132,6 +139,11 @@ def test_as_written():
         (["show", str(ZOO / "with_w.txt"), "-r", "2"], "has its own sizes; leave --ranks 2 out"),
         (["convert", "GPipe", "out.yaml"], "the suffix '.yaml' is not one of a schedule"),
         (["show", "1F1B", "--ranks", "two"], "Invalid value for '--ranks'"),
+        (["check", "1F1B", "--model", "pair"], "'pair' is not a communication model; write e.g. 'rendezvous:pair'"),
+        (["check", "1F1B", "--model", "sync:pair"], "buffering is 'rendezvous', 'bounded(1)', 'bounded(2)', ... or"),
+        (["check", "nothing.csv"], "nothing.csv: cannot be read"),
+        (["show", "x" * 300], "no schedule is called"),
+        (["convert", "GPipe", "x" * 300 + ".csv"], "File name too long"),
         (["shwo"], "No such command 'shwo'"),
     ],
 )
@@ -162,6 +174,47 @@ def test_convert_builds_and_does_not_overwrite_unasked(tmp_path):
     assert ps.read(tmp_path / "it.json") == ps.build("ZB-H2", ranks=3, microbatches=5)
     assert penstock("convert", "GPipe", "it.json", "--force", cwd=tmp_path).returncode == 0
     assert ps.read(tmp_path / "it.json") == ps.build("GPipe", ranks=4, microbatches=8)
+
+
+def test_check_says_what_is_right():
+    result = penstock("check", "1F1B", "--lower", "-r", "2", "-m", "3")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "right: complete, ordered, and free of deadlock under rendezvous, a lane per pair" in result.stdout
+    assert "pair          yes         yes         yes" in result.stdout
+
+
+BROKEN = "0F0,0F1,0SEND_F0,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1\n"
+
+
+def test_check_shows_the_cycle_and_the_models(tmp_path):
+    (tmp_path / "bad.csv").write_text(BROKEN)
+    result = penstock("check", "bad.csv", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert "wrong: rank 0, step 2: rank 0 waits in 0SEND_F0, ahead of 0SEND_F1, for rank 1" in result.stdout
+    assert "rank 1 1RECV_F1 1RECV_F0 1F0      1F1\n       ^^^^^^^^ ^^^^^^^^" in result.stdout
+    assert "message       yes         yes         yes" in result.stdout
+    assert penstock("check", "bad.csv", "--model", "eager:direction", cwd=tmp_path).returncode == 0
+
+
+def test_check_for_machines(tmp_path):
+    (tmp_path / "bad.csv").write_text(BROKEN)
+    result = penstock("check", "bad.csv", "--json", cwd=tmp_path)
+    assert result.returncode == 1
+    document = json.loads(result.stdout)
+    (finding,) = document["findings"]
+    assert (finding["kind"], finding["rank"], finding["step"], finding["action"]) == ("deadlock", 0, 2, "0SEND_F0")
+    assert sorted(map(tuple, finding["marks"])) == [(0, 2), (0, 3), (1, 0), (1, 1)]
+    safe = {(row["buffering"], row["lanes"]) for row in document["safe"] if row["free_of_deadlock"]}
+    assert ("eager", "pair") in safe
+    assert ("rendezvous", "pair") not in safe
+    good = json.loads(penstock("check", "ZB-H1", "--json", "--memory-limit", "4").stdout)
+    assert good["findings"] == []
+
+
+def test_check_with_a_memory_limit():
+    result = penstock("check", "GPipe", "--memory-limit", "3")
+    assert result.returncode == 1
+    assert "with 0F3 the rank holds 4 activations, and 3 is the limit" in result.stdout
 
 
 def test_demo():

@@ -62,6 +62,6 @@ def test_plain_and_compiled_scans_of_stages_agree(stages, limit, data):
 def test_when_the_compiler_pays(monkeypatch, loaded):
     modules = {"numba": object()} if loaded else {}
     monkeypatch.setattr(walk.sys, "modules", modules)
-    assert walk.worth_compiling(10_000) is loaded
+    assert walk.worth_compiling(1_000) is loaded
     assert walk.worth_compiling(1_000_000)
     assert not walk.worth_compiling(100)

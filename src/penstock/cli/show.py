@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import TYPE_CHECKING, Annotated
 
 import click
@@ -53,6 +54,8 @@ def show(
 def page(console: Console, picture: Picture) -> None:
     """Print the picture; through a pager if it is higher than the terminal."""
     if console.is_terminal and picture.height > console.height:
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever leaves the pager early has seen enough
         click.echo_via_pager((_ansi(console, part) for part in picture), color=True)
     else:
         echo(console, picture)

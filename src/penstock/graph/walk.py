@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 #: From so many edges on the compiler pays, if it has to be loaded first, or is there already.
 WORTH_LOADING: Final = 200_000
-WORTH_CALLING: Final = 2_000
+WORTH_CALLING: Final = 200
 
 #: The start of a node that waits for itself.
 UNREACHED: Final = -1
@@ -44,23 +44,22 @@ def worth_compiling(work: int) -> bool:
 
 
 def _plain(nodes: int, source: list[int], target: list[int], weight: list[int]) -> list[int]:
-    after: list[list[int]] = [[] for _ in range(nodes)]
+    after: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
     missing = [0] * nodes
-    for edge, node in enumerate(source):
-        after[node].append(edge)
-        missing[target[edge]] += 1
-    start = [0 if count == 0 else UNREACHED for count in missing]
-    ready = [node for node in range(nodes) if missing[node] == 0]
-    earliest = [0] * nodes
+    for node, other, length in zip(source, target, weight, strict=True):
+        after[node].append((other, length))
+        missing[other] += 1
+    ready = [node for node, count in enumerate(missing) if count == 0]
+    start = [0] * nodes
     for node in ready:  # grows while it is walked
-        for edge in after[node]:
-            other = target[edge]
-            earliest[other] = max(earliest[other], start[node] + weight[edge])
+        begin = start[node]
+        for other, length in after[node]:
+            if begin + length > start[other]:
+                start[other] = begin + length
             missing[other] -= 1
-            if missing[other] == 0:
-                start[other] = earliest[other]
+            if not missing[other]:
                 ready.append(other)
-    return start
+    return [UNREACHED if missing[node] else start[node] for node in range(nodes)]
 
 
 def _kernel(nodes: int, source: Ints, target: Ints, weight: Ints) -> Ints:  # pragma: no cover - compiled

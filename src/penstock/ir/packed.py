@@ -49,6 +49,11 @@ def pack(stage: int | NDArray[np.int64], kind: ComputationType, microbatch: int 
     return np.asarray(stage_bits | (above << _MICROBATCH_SHIFT) | TYPE_NUMBER[kind], np.int64)
 
 
+def later(codes: Codes, microbatches: NDArray[np.int64]) -> Codes:
+    """The same actions so many microbatches later."""
+    return np.asarray(codes + (microbatches << _MICROBATCH_SHIFT))
+
+
 def pack_cells(cells: Iterable[Action | None]) -> Codes:
     """The codes of a row of actions and idle steps."""
     codes: list[int] = []

@@ -33,6 +33,7 @@ def lower(
     defer_receives: bool = False,
     look_ahead: int = 0,
     model: CommModel | None = None,
+    verify_passes: bool = False,
 ) -> Schedule:
     """Add everything that a real run needs to a compute schedule; the input stays as it is.
 
@@ -52,6 +53,7 @@ def lower(
         look_ahead: with ``defer_receives``, as many uses earlier than that.
         model: how communication behaves: what the result is proved for. By default the harshest that torch.distributed
             can show; with ``defer_receives`` one without lanes, since late receives get into each other's way in them.
+        verify_passes: prove the schedule before every pass too, and not only at the end.
 
     Raises:
         VerificationError: the schedule would not run; says everything that is wrong with it.
@@ -64,8 +66,19 @@ def lower(
     passes += [reduce_gradients] if reduce else []
     passes += [send_receive]
     passes += [partial(deferred, look_ahead=look_ahead)] if defer_receives else []
-    verify(schedule)
+    proved_for = model or (WITHOUT_LANES if defer_receives else DEFAULT_MODEL)
+    try:
+        lowered = _run(passes, schedule, verify_passes=verify_passes)
+        verify(lowered, model=proved_for)
+    except ScheduleError:
+        verify(schedule)  # it is what came in that is wrong, most likely: then this says what
+        raise
+    return lowered
+
+
+def _run(passes: list[Callable[[Schedule], Schedule]], schedule: Schedule, *, verify_passes: bool) -> Schedule:
     for lowering in passes:
+        if verify_passes:
+            verify(schedule)
         schedule = lowering(schedule)
-    verify(schedule, model=model or (WITHOUT_LANES if defer_receives else DEFAULT_MODEL))
     return schedule

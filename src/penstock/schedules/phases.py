@@ -15,13 +15,20 @@ if TYPE_CHECKING:
 
     from penstock.ir.packed import Codes
 
-_OWED: Final = "W"
-_NOTES: Final = ("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1", _OWED)
+_NOTES: Final = ("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1", "W")
+_F0, _F1, _B0, _B1, _I0, _I1, _W0, _W1, _W = range(len(_NOTES))
+
+#: Which notes count microbatches together: a whole backward and its first half are one sequence.
+_COUNTED: Final = ((_F0,), (_F1,), (_B0, _I0), (_B1, _I1))
+#: Which weight gradients pay for which input gradients.
+_OWED: Final = ((_W0, (_I0,)), (_W1, (_I1,)), (_W, (_I0, _I1)))
 
 
 class _Pattern(NamedTuple):
-    notes: tuple[int, ...]
-    joined: tuple[bool, ...]
+    """A pattern as bytes: which note, and whether it runs together with the one before."""
+
+    notes: bytes
+    joined: bytes
 
 
 def play(phases: Iterable[tuple[str, int]], stages: tuple[int, int]) -> Codes:
@@ -35,40 +42,33 @@ def play(phases: Iterable[tuple[str, int]], stages: tuple[int, int]) -> Codes:
     (0F0, 3F0, (0F1;3B0)OVERLAP_F_B, 3F1, 3I1, 0I0, 3W1, 0W0, 0B1)
     """
     played = [(_pattern(text), times) for text, times in phases if times > 0]
-    notes = np.concatenate([np.tile(np.array(pattern.notes), times) for pattern, times in played])
-    joined = np.concatenate([np.tile(np.array(pattern.joined), times) for pattern, times in played])
-    codes = np.zeros(len(notes), np.int64)
-    for chunk, stage in enumerate(stages):
-        _number(codes, notes, stage, [f"F{chunk}"])
-        _number(codes, notes, stage, [f"B{chunk}", f"I{chunk}"])
-        _settle(codes, notes, weights=f"W{chunk}", inputs=[f"I{chunk}"])
-    _settle(codes, notes, weights=_OWED, inputs=["I0", "I1"])
-    return codes | np.where(joined, packed.JOINED, 0)
+    notes = np.frombuffer(b"".join(pattern.notes * times for pattern, times in played), np.uint8)
+    joined = np.frombuffer(b"".join(pattern.joined * times for pattern, times in played), np.uint8)
+    first = np.array([packed.pack(stages[name == name[0] + "1"], ComputationType(name[0]), 0) for name in _NOTES])
+    codes = first[notes]
+    for counted in _COUNTED:
+        places = _places(notes, counted)
+        codes[places] = packed.later(codes[places], np.arange(len(places)))
+    for weight, inputs in _OWED:
+        places = _places(notes, (weight,))
+        owing = codes[_places(notes, inputs)[: len(places)]]
+        codes[places] = packed.pack(packed.stages(owing), BACKWARD_WEIGHT, packed.microbatches(owing))
+    return np.asarray(codes + joined * np.int64(packed.JOINED))
+
+
+def _places(
+    notes: np.ndarray[tuple[int], np.dtype[np.uint8]], wanted: tuple[int, ...]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    chosen = notes == wanted[0]
+    for note in wanted[1:]:
+        chosen |= notes == note
+    return np.flatnonzero(chosen)
 
 
 @cache
 def _pattern(text: str) -> _Pattern:
     together = [group.split("+") for group in text.split()]
     return _Pattern(
-        tuple(_NOTES.index(note) for group in together for note in group),
-        tuple(position > 0 for group in together for position in range(len(group))),
+        bytes(_NOTES.index(note) for group in together for note in group),
+        bytes(position > 0 for group in together for position in range(len(group))),
     )
-
-
-def _number(codes: Codes, notes: np.ndarray[tuple[int], np.dtype[np.int64]], stage: int, names: list[str]) -> None:
-    """Give the notes with these names the microbatches 0, 1, 2, ... in the order in which they are played."""
-    numbers = [_NOTES.index(name) for name in names]
-    places = np.flatnonzero(np.isin(notes, numbers))
-    microbatches = np.arange(len(places))
-    for name, number in zip(names, numbers, strict=True):
-        mine = notes[places] == number
-        codes[places[mine]] = packed.pack(stage, ComputationType(name[0]), microbatches[mine])
-
-
-def _settle(
-    codes: Codes, notes: np.ndarray[tuple[int], np.dtype[np.int64]], *, weights: str, inputs: list[str]
-) -> None:
-    """Give the weight gradients with this name the stage and microbatch of the input gradients, first come first."""
-    places = np.flatnonzero(notes == _NOTES.index(weights))
-    owing = codes[np.flatnonzero(np.isin(notes, [_NOTES.index(name) for name in inputs]))][: len(places)]
-    codes[places] = packed.pack(packed.stages(owing), BACKWARD_WEIGHT, packed.microbatches(owing))

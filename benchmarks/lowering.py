@@ -1,0 +1,110 @@
+"""Building, lowering and verifying: ours against the installed torch, how the time grows, and what a million takes.
+
+Torch's side is its constructor: it generates the order, validates and lowers it. Ours is ``build`` and ``lower``, which
+proves its result: complete, ordered, and free of deadlock under rendezvous with a lane per pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tracemalloc
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import penstock as ps
+from alternating import alternate
+from penstock.graph.models import MODELS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import torch_oracle
+
+SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SIZES = ((4, 2, 16), (8, 2, 64), (16, 2, 128), (32, 2, 256), (64, 2, 512), (16, 8, 256))
+GOAL = {(4, 2, 16): 1.0, (64, 2, 512): 40.0}
+LARGEST_GROWTH = 4.6
+MOST_BYTES = 300
+
+
+def main() -> None:
+    """Print the tables; exit with 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="leave out the sizes where torch takes half a minute")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    ours("ZBVZeroBubble", 64, 2, 512)  # the compiler is loaded, its cache warm
+    sizes = [size for size in SIZES if not arguments.quick or size[0] * size[2] < 8000]
+    sys.exit(not all([compare(sizes, arguments.repeats), growth(arguments.repeats), million()]))
+
+
+def ours(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> ps.Schedule:
+    """Build, lower, and (in lower) verify."""
+    return ps.lower(ps.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank))
+
+
+def compare(sizes: list[tuple[int, int, int]], repeats: int) -> bool:
+    """Ours and torch's, alternately. True if the goals are met."""
+    print(f"build + lower + verify, median of {repeats} (quartiles)\n")
+    print(f"{'ranks, stages, microbatches':28} {'':22} {'torch':>36} {'penstock':>34} {'faster':>8}")
+    met = True
+    for size in sizes:
+        ranks, stages, microbatches = size
+        for name in SCHEDULES:
+            if stages != 2 and name in ("ZBVZeroBubble", "DualPipeV"):
+                continue
+            torch, mine = alternate(
+                partial(torch_oracle.instance, name, ranks, microbatches, stages, lowered=True),
+                partial(ours, name, ranks, stages, microbatches),
+                repeats=repeats,
+            )
+            ratio = torch.median / mine.median
+            met &= ratio >= GOAL.get(size, 1.0)
+            print(f"{size!s:28} {name:22} {torch!s:>36} {mine!s:>34} {ratio:7.1f}x", flush=True)
+    return met
+
+
+def growth(repeats: int) -> bool:
+    """The time for four times the actions over the time, from (16, 2, 128) on. True if it is linear."""
+    print(f"\ntime(4n) / time(n), median of {repeats}; at most {LARGEST_GROWTH} if linear\n")
+    linear = True
+    for name in SCHEDULES:
+        sizes = [(16, 2, 128), (32, 2, 256), (64, 2, 512)]
+        timings = alternate(*(partial(ours, name, *size) for size in sizes), repeats=repeats)
+        ratios = [later.median / earlier.median for earlier, later in pairwise(timings)]
+        linear &= max(ratios) <= LARGEST_GROWTH
+        print(f"{name:22} {' '.join(f'{ratio:8.2f}' for ratio in ratios)}", flush=True)
+    return linear
+
+
+def million() -> bool:
+    """How fast, and in how much memory, a lowered schedule of a million actions is verified."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    lowered = ps.lower(ps.build("ZBVZeroBubble", ranks=64, microbatches=1120), merge_backward=False)
+    bytes_held = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    actions = len(lowered.codes)
+    print(f"\na lowered schedule of {actions:,} actions: {bytes_held / actions:.1f} bytes per action\n")
+    for model in MODELS:
+        seconds = [timed(partial(ps.check, lowered, model=model)) for _ in range(3)]
+        print(
+            f"verified in {median(seconds):.2f} s, {actions / median(seconds) / 1e6:.1f} million/s ({model})",
+            flush=True,
+        )
+    return bytes_held / actions < MOST_BYTES
+
+
+def timed(work: partial[object]) -> float:
+    """Seconds."""
+    begin = perf_counter()
+    work()
+    return perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()
