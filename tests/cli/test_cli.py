@@ -58,8 +58,8 @@ def test_show_draws_the_grid():
         rank 0 0F0 0F1 .   0B0 0F2 0B1 .   0B2
         rank 1 .   1F0 1B0 1F1 1B1 1F2 1B2
 
-        F forward   B backward   . idle
-        Schedule 1F1B: 2 ranks, 2 stages, 3 microbatches, 12 actions
+        # F forward   B backward   . idle
+        # Schedule 1F1B: 2 ranks, 2 stages, 3 microbatches, 12 actions
     """)
 
 
@@ -122,6 +122,31 @@ def test_show_a_file_and_its_json():
     assert "rank 1 .   .   2F0 3F0 .   .   3B0 2B0 .   ." in result.stdout
     document = json.loads(penstock("show", str(ZOO / "unbalanced.txt"), "--json").stdout)
     assert [entry["stages"] for entry in document["ranks"]] == [[0, 1, 4], [2, 3]]
+
+
+def test_what_is_shown_can_be_read_again(tmp_path):
+    (tmp_path / "saved.txt").write_text(penstock("show", "1F1B", "-r", "3", "-m", "4").stdout)
+    saved = ps.read(tmp_path / "saved.txt")
+    built = ps.build("1F1B", ranks=3, microbatches=4)
+    assert [[cell for cell in row if cell] for row in saved.actions] == [list(row) for row in built.actions]
+
+
+def test_what_cannot_run_is_shown_with_a_remark(tmp_path):
+    (tmp_path / "stuck.csv").write_text("0B0,0F0\n")
+    result = penstock("show", "stuck.csv", cwd=tmp_path)
+    assert "# it does not run: rank 0 waits for ever at step 0: 0B0 needs 0F0" in result.stdout
+
+
+def test_a_full_disk_is_one_message():
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run([PENSTOCK, "show", "1F1B"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "penstock: [Errno 28] No space left on device\n"
+
+
+def test_as_a_module():
+    command = [sys.executable, "-m", "penstock", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("penstock ")
 
 
 def test_as_written():

@@ -166,7 +166,11 @@ def test_a_grid_as_written_reads_back(schedule):
         ("rank 7: 0F0", (None, None), "none for rank 0"),
         ("", (None, None), "there is no row"),
         ("# nothing\nstep 0 1", (None, None), "there is no row"),
-        ("rankle 0: 0F0", (1, 1), "'rankle' is not an action"),
+        ("rankle 0: 0F0", (1, 1), "'rankle' is not the label of a row; write e.g. 'rank 0: 0F0 0B0'"),
+        ("rank0: 0F0", (1, 1), "'rank0:' is not the label of a row"),
+        ("0F0 -", (1, 2), "'-' is not an action"),
+        ("0f0", (1, 1), "'0f0' is not an action; write e.g. '0F0'"),
+        (b"0F0", (None, None), "a grid is text"),
     ],
 )
 def test_text_that_is_no_grid(text, place, told):

@@ -131,8 +131,8 @@ def test_what_is_given_stands_even_if_the_actions_disagree():
         (lambda: Schedule(["0F0 0B0"]), ScheduleError, "the row of rank 0 must be a list of cells"),
         (lambda: Schedule(None), ScheduleError, "a schedule is made of rows of cells, not of None"),
         (lambda: Schedule([3]), ScheduleError, "the row of rank 0 must be a list of cells"),
-        (lambda: Schedule.from_codes([np.array([15])]), ScheduleError, "the codes of rank 0 are not those of actions"),
-        (lambda: Schedule.from_codes([np.array([16])]), ScheduleError, "the codes of rank 0 are not those of actions"),
+        (lambda: Schedule.from_codes([np.array([15])]), ScheduleError, "the codes are not those of actions"),
+        (lambda: Schedule.from_codes([np.array([16])]), ScheduleError, "the codes are not those of actions"),
     ],
 )
 def test_mistakes(make, error, told):

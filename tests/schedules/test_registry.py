@@ -18,6 +18,13 @@ def test_the_spellings_of_torch_in_any_case(spelling):
         assert registry.recipe(name).name == spelling
 
 
+@pytest.mark.parametrize(
+    ("name", "known"), [("ScheduleGPipe", "GPipe"), ("Schedule1F1B", "1F1B"), ("ZB-V", "ZBVZeroBubble")]
+)
+def test_the_names_of_classes_and_papers(name, known):
+    assert registry.recipe(name).name == known
+
+
 @pytest.mark.parametrize("name", ["ZB-H1", "zbh1", "zb_h1", "ZB H1"])
 def test_punctuation_does_not_matter(name):
     assert ps.build(name, ranks=2, microbatches=2).metadata["name"] == "ZB-H1"

@@ -42,7 +42,9 @@ def check_command(
     ] = False,
     machine: Json = False,
 ) -> None:
-    """Prove that a schedule is complete, ordered, free of deadlock and within memory, or show what is wrong.
+    """Prove that a schedule runs, or show what is wrong.
+
+    Complete, ordered, free of deadlock under a communication model, and within memory.
 
     Exit code 0 if nothing is wrong, 1 on a finding, 2 if the input cannot be read.
 

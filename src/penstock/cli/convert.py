@@ -22,7 +22,7 @@ def convert(
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the target if it is there.")] = False,
     machine: Json = False,
 ) -> None:
-    """Write a schedule to a file: CSV for PyTorch, JSON with everything, or a text grid.
+    """Write a schedule to a CSV, JSON or text file.
 
     Example: penstock convert mine.csv mine.json
     """

@@ -43,7 +43,7 @@ class Facts(NamedTuple):
 
 
 def demo(machine: Json = False) -> None:
-    """Show three schedules, lower them, and prove that they run.
+    """Show three schedules and prove that they run.
 
     Example: penstock demo
     """

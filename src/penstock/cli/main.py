@@ -48,8 +48,11 @@ def main() -> None:
     except VerificationError as error:
         typer.echo(f"penstock: {error}", err=True)
         sys.exit(FOUND)
-    except PenstockError as error:
+    except (PenstockError, OSError) as error:
         typer.echo(f"penstock: {error}", err=True)
+        sys.exit(BAD_INPUT)
+    except MemoryError:
+        typer.echo("penstock: there is not enough memory for a schedule of this size", err=True)
         sys.exit(BAD_INPUT)
 
 

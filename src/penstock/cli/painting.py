@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
+from penstock.errors import ScheduleError
 from penstock.ir import grid
 from penstock.ir.actions import (
     BACKWARD_INPUT,
@@ -16,6 +17,7 @@ from penstock.ir.actions import (
     SHARDING,
     ComputationType,
 )
+from penstock.ir.alignment import unit_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,7 +47,10 @@ class Picture:
 
     def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None) -> None:
         self._schedule = schedule
+        #: Whether it is laid out for a width, which other lines should keep to as well.
+        self.fitted = width is not None
         columns = grid.cell_columns(schedule, aligned=aligned)
+        self._remark = _why_as_written(schedule) if columns is None and aligned is None else ""
         self._lines = [grid.line(schedule, rank, columns) for rank in range(schedule.ranks)]
         self._widths = [self._step_width(step) for step in range(max(map(len, self._lines), default=0))]
         self._label = len(f"rank {schedule.ranks - 1}")
@@ -54,24 +59,37 @@ class Picture:
     @property
     def height(self) -> int:
         """How many lines it takes, with the blank one after each block, the legend and the summary."""
-        return len(self._cuts) * (len(self._lines) + 2) + 2
+        return len(self._cuts) * (len(self._lines) + 2) + (3 if self._remark else 2)
 
     def __iter__(self) -> Iterator[Text]:
         """The blocks from left to right, then what the letters mean and what it is."""
         for start, end in self._cuts:
             yield _block(self._lines, range(start, end), self._widths, self._label).append("\n")
         yield legend(self._schedule)
-        yield Text(self._schedule.summary)
+        yield Text(f"# {self._schedule.summary}")
+        if self._remark:
+            yield Text(f"# {self._remark}", "red")
 
     def _step_width(self, step: int) -> int:
         texts = [grid.cell_text(cells[step]) for cells in self._lines if step in cells]
         return max(map(len, [str(step), *texts]))
 
 
+def _why_as_written(schedule: Schedule) -> str:
+    """Why an order is not aligned, if that is because it cannot run."""
+    if schedule.lowered:
+        return ""
+    try:
+        unit_steps(schedule)
+    except ScheduleError as fact:
+        return f"it does not run: {fact}"
+    return ""
+
+
 def legend(schedule: Schedule) -> Text:
     """What the letters in the picture mean, for those that are in it."""
     present = {leaf.computation_type for row in schedule.actions for cell in row if cell for leaf in cell.leaves}
-    text = Text()
+    text = Text("# ")
     for kind, meaning in _LEGEND.items():
         if kind in present:
             text.append(f"{kind}", _style(kind)).append(f" {meaning}   ")

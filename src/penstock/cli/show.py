@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import click
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.cli.painting import Picture
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.ir.formats.versioned_json import json_from_schedule
 from penstock.schedules.registry import RECIPES
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 
 def show(
@@ -35,7 +34,9 @@ def show(
     ] = None,
     machine: Json = False,
 ) -> None:
-    """Draw a schedule, a line per rank and a column per step.
+    """Draw a schedule: a line per rank, a column per step.
+
+    What is higher than the terminal goes through $PAGER.
 
     Example: penstock show ZBVZeroBubble --ranks 4 --microbatches 8
     """
@@ -53,10 +54,11 @@ def show(
 
 def page(console: Console, picture: Picture) -> None:
     """Print the picture; through a pager if it is higher than the terminal."""
-    if console.is_terminal and picture.height > console.height:
+    if console.is_terminal and picture.height >= console.height:
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever leaves the pager early has seen enough
-        click.echo_via_pager((_ansi(console, part) for part in picture), color=True)
+        os.environ.setdefault("LESS", "-RSFX")  # colours as colours, long lines not folded
+        click.echo_via_pager((_ansi(console, part, fold=picture.fitted) for part in picture), color=True)
     else:
         echo(console, picture)
 
@@ -64,13 +66,15 @@ def page(console: Console, picture: Picture) -> None:
 def echo(console: Console, picture: Picture) -> None:
     """Print the picture, however high it is."""
     for part in picture:
-        typer.echo(_ansi(console, part), nl=False, color=True)
+        typer.echo(_ansi(console, part, fold=picture.fitted), nl=False, color=True)
 
 
-def _ansi(console: Console, text: Text) -> str:
+def _ansi(console: Console, text: Text, *, fold: bool) -> str:
     """The text with the colours that this console can show: none if it is a pipe."""
+    if console.no_color:
+        text = Text(text.plain, no_wrap=text.no_wrap)
     with console.capture() as captured:
-        console.print(text, soft_wrap=text.no_wrap)
+        console.print(text, soft_wrap=text.no_wrap or not fold)
     return captured.get()
 
 

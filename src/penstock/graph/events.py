@@ -76,7 +76,10 @@ def matches(leaves: Leaves) -> Matches:
     sends, receives = [], []
     for transfer in TRANSFERS:
         mine = leaves.first_at_home([transfer.send])
-        other = leaves.find(transfer.receive, leaves.stage[mine] + transfer.stage_offset, leaves.microbatch[mine])
+        target = leaves.stage[mine] + transfer.stage_offset
+        inside = (target >= 0) & (target < leaves.stages)
+        mine, target = mine[inside], target[inside]
+        other = leaves.find(transfer.receive, target, leaves.microbatch[mine])
         good = other != NOWHERE
         good &= (leaves.rank[other] != leaves.rank[mine]) & (leaves.home[leaves.stage[other]] == leaves.rank[other])
         sends.append(mine[good])

@@ -29,6 +29,8 @@ class Leaves:
 
     Attributes:
         schedule: where they come from.
+        stages: how many stages it has.
+        microbatches: how many microbatches it has.
         codes: the packed actions.
         rank: the rank of each.
         cell: the cell of each, counted through all ranks; the sub-actions of an overlap share one.
@@ -36,6 +38,7 @@ class Leaves:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
+        self.stages, self.microbatches = schedule.stages, schedule.microbatches
         everything = schedule.codes
         busy = everything != packed.IDLE
         ranks = np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
@@ -69,7 +72,7 @@ class Leaves:
     @cached_property
     def in_range(self) -> NDArray[np.bool_]:
         """Whether the stage is placed and the microbatch exists."""
-        return (self.stage < self.schedule.stages) & (self.microbatch < self.schedule.microbatches)
+        return (self.stage < self.stages) & (self.microbatch < self.microbatches)
 
     @cached_property
     def _tables(self) -> dict[int, Places]:
@@ -107,27 +110,27 @@ class Leaves:
         return bool(len(self.are(*OPERATIONS)))
 
     def find(self, kind: ComputationType, stages: Places, microbatches: Places) -> Places:
-        """Where the action of this type is for each stage and microbatch: the first one, or ``NOWHERE``."""
-        inside = (stages >= 0) & (stages < self.schedule.stages)
-        slots = np.where(inside, stages, 0) * self.schedule.microbatches + microbatches
-        return np.where(inside, self.table(kind)[slots], NOWHERE)
+        """Where the action of this type is for each stage and microbatch that exist: the first one, or ``NOWHERE``."""
+        return np.asarray(self.table(kind)[stages * self.microbatches + microbatches])
 
     def table(self, kind: ComputationType) -> Places:
         """Where the action of this type is, for every stage times ``microbatches`` plus microbatch: the first one."""
         number = packed.TYPE_NUMBER[kind]
         if number not in self._tables:
             places = np.flatnonzero((self.kind == number) & self.in_range)[::-1]  # the first is written last
-            slots = self.stage[places] * self.schedule.microbatches + self.microbatch[places]
-            table = np.full(self.schedule.stages * self.schedule.microbatches, NOWHERE, np.int64)
+            slots = self.stage[places] * self.microbatches + self.microbatch[places]
+            table = np.full(self.stages * self.microbatches, NOWHERE, np.int64)
             table[slots] = places
             self._tables[number] = table
         return self._tables[number]
 
     def find_any(self, kinds: Iterable[ComputationType], stages: Places, microbatches: Places) -> Places:
         """As ``find``, for the first of these types that is there."""
-        found = np.full(len(stages), NOWHERE, np.int64)
-        for kind in kinds:
-            found = np.where(found == NOWHERE, self.find(kind, stages, microbatches), found)
+        first, *others = kinds
+        found = self.find(first, stages, microbatches)
+        for kind in others:
+            if len(self.are(kind)):
+                found = np.where(found == NOWHERE, self.find(kind, stages, microbatches), found)
         return found
 
     @cached_property
@@ -142,7 +145,7 @@ class Leaves:
             mine = mine[self.in_range[mine]]
             for need in needs:
                 source = self.stage[mine] + need.stage_offset
-                exists = (source >= 0) & (source < self.schedule.stages)
+                exists = (source >= 0) & (source < self.stages)
                 consumers = mine[exists]
                 waiting.append(consumers)
                 awaited.append(self.find_any(need.any_of, source[exists], self.microbatch[consumers]))

@@ -204,10 +204,21 @@ def parse_cell(text: str, *, row: int | None = None, cell: int | None = None) ->
             return action
     except ActionError as fact:
         reason = f" ({fact})"
-    overlap = content.startswith("(") or "OVERLAP" in content
-    hint = "'(2F5;7B3)OVERLAP_F_B'" if overlap else "'2F0' or '3SEND_F1'"
-    message = f"{_shortened(content)} is not an action{reason}; write e.g. {hint}"
+    message = f"{_shortened(content)} is not an action{reason}; write e.g. {_hint(content)}"
     raise ScheduleSyntaxError(message, text=text, row=row, cell=cell)
+
+
+def _hint(content: str) -> str:
+    """A right form that is close to what was written."""
+    if content in (".", "-", "..", "None"):
+        return "'2F0', and leave the cell of an idle step empty"
+    if content.startswith("(") or "OVERLAP" in content:
+        return "'(2F5;7B3)OVERLAP_F_B'"
+    if ";" in content or "\t" in content:
+        return "'2F0', and put commas between cells"
+    if content != content.upper() and _ACTION.fullmatch(content.upper()):
+        return f"'{content.upper()}'"
+    return "'2F0' or '3SEND_F1'"
 
 
 def _matched(content: str) -> Action | None:

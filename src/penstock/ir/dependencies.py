@@ -93,7 +93,11 @@ def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
     [(0F5,), (2F3,), (3B3, 3I3)]
     """
     return [
-        tuple(Action(leaf.stage_index + need.stage_offset, kind, leaf.microbatch_index) for kind in need.any_of)
+        # Not checked again: the fields are those of an action, and this runs for every one of a schedule.
+        tuple(
+            tuple.__new__(Action, (leaf.stage_index + need.stage_offset, kind, leaf.microbatch_index, None))
+            for kind in need.any_of
+        )
         for leaf in action.leaves
         for need in NEEDS.get(leaf.computation_type, ())
         if 0 <= leaf.stage_index + need.stage_offset < stages

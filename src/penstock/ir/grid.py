@@ -151,6 +151,8 @@ def cells_from_text(text: str) -> list[list[Action | None]]:
     >>> cells_from_text("rank 1: . 1F0\nrank 0: 0F0 .")
     [[0F0, None], [None, 1F0]]
     """
+    if not isinstance(text, str):
+        raise ScheduleSyntaxError(f"a grid is text, not {text!r}", text=repr(text))
     rows: dict[int, list[Action | None]] = {}
     labels: set[bool] = set()
     for number, content in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
@@ -177,6 +179,10 @@ def cells_from_text(text: str) -> list[list[Action | None]]:
 def _cells(row: str, number: int) -> list[Action | None]:
     cells = []
     for position, text in enumerate(re.findall(r"[^ \t]+", row), start=1):
+        if position == 1 and text.lower().startswith("rank"):
+            raise ScheduleSyntaxError(
+                f"{text!r} is not the label of a row; write e.g. 'rank 0: 0F0 0B0'", text=row, row=number, cell=1
+            )
         cells.append(None if text == IDLE else parse_cell(text, row=number, cell=position))
     return cells
 

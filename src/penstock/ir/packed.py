@@ -122,13 +122,16 @@ def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
     return np.asarray(_COMPUTE_OR_IDLE[types(codes)])
 
 
-def is_wellformed(codes: Codes) -> bool:
-    """Whether these codes, the row of a rank, stand for actions: known types, overlaps of compute actions only."""
-    kinds, joined = types(codes), is_joined(codes)
-    if not _IS_ACTION_OR_IDLE[kinds].all() or (len(joined) and joined[0]):
+def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
+    """Whether these codes, whose ranks begin at the offsets, stand for actions, and for overlaps of compute actions."""
+    kinds = types(codes)
+    if not _IS_ACTION_OR_IDLE[kinds].all():
         return False
-    together = np.flatnonzero(joined)
-    return bool(_IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
+    together = np.flatnonzero(codes & JOINED)
+    if not len(together):
+        return True
+    inside_a_row = not np.isin(together, offsets).any()
+    return bool(inside_a_row and _IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Final, SupportsIndex
 
 from penstock.errors import PlacementError
 from penstock.ir.numbers import whole_number
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
+
+#: More stages than any model has layers.
+MOST_STAGES: Final = 10**7
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", whole_number("ranks", self.ranks, least=1))
-        object.__setattr__(self, "rank_of", tuple(map(_plain, self.rank_of)))
+        given: object = self.rank_of
+        if not isinstance(given, Iterable):
+            raise PlacementError(f"rank_of is the rank of each stage, e.g. (0, 1, 1, 0), not {given!r}")
+        object.__setattr__(self, "rank_of", tuple(map(_plain, given)))
         for stage, rank in enumerate(self.rank_of):
             if not 0 <= rank < self.ranks:
                 raise PlacementError(
@@ -44,13 +51,13 @@ class Placement:
     @classmethod
     def loop(cls, ranks: int, stages: int) -> Placement:
         """Stage i on rank i mod ranks."""
-        ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages)
+        ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages, most=MOST_STAGES)
         return cls(tuple(stage % ranks for stage in range(stages)), ranks)
 
     @classmethod
     def v(cls, ranks: int, stages: int) -> Placement:
         """Down the ranks and up again: neighbours at a turn share a rank."""
-        ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages)
+        ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages, most=MOST_STAGES)
         there_and_back = (*range(ranks), *reversed(range(ranks)))
         return cls(tuple(there_and_back[stage % (2 * ranks)] for stage in range(stages)), ranks)
 
@@ -68,8 +75,9 @@ class Placement:
         mapping: dict[int, int] = {}
         for rank, stages in enumerate(stages_of):
             for stage in stages:
-                if mapping.setdefault(_plain(stage), rank) != rank:
+                if _plain(stage) in mapping:
                     raise PlacementError(f"stage {stage} is on rank {mapping[stage]} and on rank {rank}", stage=stage)
+                mapping[_plain(stage)] = rank
         return cls.from_mapping(mapping, len(stages_of))
 
     @property
@@ -87,6 +95,7 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages on a rank, ascending."""
+        rank = range(self.ranks)[rank]
         return tuple(stage for stage, home in enumerate(self.rank_of) if home == rank)
 
 

@@ -71,7 +71,14 @@ class Schedule:
         self._fill([packed.pack_cells(row) for row in cells], placement, microbatches, metadata)
 
     @classmethod
-    def from_text(cls, text: str, *, placement: Placement | None = None, microbatches: int | None = None) -> Schedule:
+    def from_text(
+        cls,
+        text: str,
+        *,
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Schedule:
         """Read a grid: a line per rank, cells apart by spaces, ``.`` for an idle step.
 
         Lines may begin with ``rank 0`` or ``rank 0:``, in any order then; a line of step numbers is skipped, so what
@@ -83,7 +90,8 @@ class Schedule:
         ... ''')
         <Schedule: 2 ranks, 2 stages, 1 microbatch, 4 actions>
         """
-        return cls(grid.cells_from_text(text), placement=placement, microbatches=microbatches)
+        rows = grid.cells_from_text(text)
+        return cls(rows, placement=placement, microbatches=microbatches, metadata=metadata)
 
     @classmethod
     def from_codes(
@@ -95,11 +103,10 @@ class Schedule:
         metadata: Mapping[str, Any] | None = None,
     ) -> Schedule:
         """From packed actions (see ``ir/packed.py``), a row per rank: the way of generators and passes."""
-        for rank, codes in enumerate(rows):
-            if not packed.is_wellformed(codes):
-                raise ScheduleError(f"the codes of rank {rank} are not those of actions")
         schedule = cls.__new__(cls)
         schedule._fill(rows, placement, microbatches, metadata)
+        if not packed.is_wellformed(schedule.codes, schedule.offsets):
+            raise ScheduleError("the codes are not those of actions")
         return schedule
 
     def _fill(
@@ -334,8 +341,8 @@ def _checked_cells(rank: int, row: Iterable[Cell]) -> list[Action | None]:
     for cell in row:
         if cell is None or isinstance(cell, Action):
             cells.append(cell)
-        elif isinstance(cell, str):
-            cells.append(parse_cell(cell, row=rank + 1, cell=len(cells) + 1))
+        elif isinstance(cell, str) or hasattr(cell, "computation_type"):  # an action of PyTorch's has our text form
+            cells.append(parse_cell(str(cell), row=rank + 1, cell=len(cells) + 1))
         else:
             raise ScheduleError(f"rank {rank}, step {len(cells)}: a cell is an Action, its text or None, not {cell!r}")
     return cells

@@ -77,10 +77,8 @@ def recipe(name: str) -> Recipe:
     """
     found = _BY_KEY.get(_key(str(name)))
     if found is None:
-        near = get_close_matches(_key(str(name)), _BY_KEY, n=3)
-        raise UnknownScheduleError(
-            str(name), near=[_BY_KEY[key].name for key in near], known=[known.name for known in RECIPES]
-        )
+        near = dict.fromkeys(_BY_KEY[key].name for key in get_close_matches(_key(str(name)), _BY_KEY, n=3))
+        raise UnknownScheduleError(str(name), near=list(near), known=[known.name for known in RECIPES])
     return found
 
 
@@ -114,4 +112,9 @@ def _key(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum())
 
 
+#: Other names that people use: the classes of PyTorch, and the papers.
+_ALIASES: Final = {"zbv": "ZBVZeroBubble", "zb1p": "InterleavedZeroBubble", "interleaved": "Interleaved1F1B"}
+
 _BY_KEY: Final = {_key(known.name): known for known in RECIPES}
+_BY_KEY.update({f"schedule{key}": known for key, known in list(_BY_KEY.items())})
+_BY_KEY.update({alias: _BY_KEY[_key(name)] for alias, name in _ALIASES.items()})

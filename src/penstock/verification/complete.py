@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.graph.leaves import NOWHERE
-from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, Action, ComputationType
+from penstock.ir import packed
+from penstock.ir.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    SHARDING,
+    Action,
+    ComputationType,
+)
 from penstock.verification.findings import Finding, Problem, action_at, at, position
 
 if TYPE_CHECKING:
@@ -53,10 +62,11 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
 
 def repeated(leaves: Leaves) -> Iterator[Problem]:
     """The same action twice."""
+    present = np.bincount(leaves.kind, minlength=len(ComputationType) + 1)
     for kind in ComputationType:
-        mine = leaves.are(kind) if kind is not ComputationType.OVERLAP_F_B else np.empty(0, np.int64)
-        mine = mine[leaves.in_range[mine] & (leaves.microbatch[mine] >= 0)]
-        if len(mine):
+        if present[packed.TYPE_NUMBER[kind]] and kind not in SHARDING:
+            mine = leaves.are(kind)
+            mine = mine[leaves.in_range[mine]]
             again = mine[leaves.find(kind, leaves.stage[mine], leaves.microbatch[mine]) != mine]
             yield Problem("repeated", again, at(leaves, "repeated", "{} is there a second time", "drop it"))
 

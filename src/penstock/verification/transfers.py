@@ -14,9 +14,13 @@ from penstock.verification.findings import Finding, Problem, at
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from numpy.typing import NDArray
+
     from penstock.graph.leaves import Leaves
     from penstock.ir.actions import ComputationType
     from penstock.ir.dependencies import Transfer
+
+    Ints = NDArray[np.int64]
 
 
 def untransferred(leaves: Leaves) -> Iterator[Problem]:
@@ -26,8 +30,11 @@ def untransferred(leaves: Leaves) -> Iterator[Problem]:
     for transfer in TRANSFERS:
         yield from _misdirected(leaves, transfer.send, transfer.stage_offset)
         yield from _misdirected(leaves, transfer.receive, -transfer.stage_offset)
-        yield from _unmatched(leaves, transfer)
-        yield from _untimely(leaves, transfer)
+        sends = _across(leaves, transfer.send, transfer.stage_offset)
+        receives = _across(leaves, transfer.receive, -transfer.stage_offset)
+        yield _unmatched(leaves, sends, transfer.receive, transfer.stage_offset)
+        yield _unmatched(leaves, receives, transfer.send, -transfer.stage_offset)
+        yield from _untimely(leaves, transfer, sends, receives)
         yield from _unsent(leaves, transfer)
 
 
@@ -49,7 +56,7 @@ def _misdirected(leaves: Leaves, kind: ComputationType, offset: int) -> Iterator
     )
 
 
-def _across(leaves: Leaves, kind: ComputationType, offset: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Ints:
     """The operations of this type that go between two ranks."""
     mine = leaves.are(kind)
     mine = mine[leaves.in_range[mine]]
@@ -59,29 +66,19 @@ def _across(leaves: Leaves, kind: ComputationType, offset: int) -> np.ndarray[tu
     return np.asarray(mine[away])
 
 
-def _unmatched(leaves: Leaves, transfer: Transfer) -> Iterator[Problem]:
-    for kind, other, offset in (
-        (transfer.send, transfer.receive, transfer.stage_offset),
-        (transfer.receive, transfer.send, -transfer.stage_offset),
-    ):
-        mine = _across(leaves, kind, offset)
-        alone = leaves.find(other, leaves.stage[mine] + offset, leaves.microbatch[mine]) == NOWHERE
-        yield Problem(
-            "unmatched",
-            mine[alone],
-            at(leaves, "unmatched", f"{{}} has no {other} on its other side", "add that, or drop this"),
-        )
+def _unmatched(leaves: Leaves, mine: Ints, other: ComputationType, offset: int) -> Problem:
+    alone = leaves.find(other, leaves.stage[mine] + offset, leaves.microbatch[mine]) == NOWHERE
+    words = at(leaves, "unmatched", f"{{}} has no {other} on its other side", "add that, or drop this")
+    return Problem("unmatched", mine[alone], words)
 
 
-def _untimely(leaves: Leaves, transfer: Transfer) -> Iterator[Problem]:
-    sends = _across(leaves, transfer.send, transfer.stage_offset)
+def _untimely(leaves: Leaves, transfer: Transfer, sends: Ints, receives: Ints) -> Iterator[Problem]:
     maker = leaves.find_any(transfer.made_by, leaves.stage[sends], leaves.microbatch[sends])
     yield Problem(
         "send_too_early",
-        sends[(maker != NOWHERE) & (maker > sends) & (leaves.rank[maker] == leaves.rank[sends])],
+        sends[(maker > sends) & (leaves.rank[maker] == leaves.rank[sends])],
         at(leaves, "send_too_early", "{} comes before what it sends is made", "move it behind that"),
     )
-    receives = _across(leaves, transfer.receive, -transfer.stage_offset)
     user = leaves.find_any(transfer.needed_by, leaves.stage[receives], leaves.microbatch[receives])
     yield Problem(
         "receive_too_late",
