@@ -21,18 +21,6 @@ if TYPE_CHECKING:
 Changes = dict[int, list[int]]
 
 
-def first_and_last_uses(stages: Ints, cells: Ints) -> tuple[Changes, Changes]:
-    """If all stages of a rank may be active: each comes at the start, in order of use, and goes after its last use."""
-    entering: Changes = {0: list(dict.fromkeys(stages.tolist()))} if len(stages) else {}
-    leaving: Changes = defaultdict(list)
-    for stage in entering.get(0, ()):
-        last = np.flatnonzero(stages == stage)[-1]
-        place = int(np.searchsorted(cells, cells[last], side="right"))
-        if place < len(stages):
-            leaving[place].append(stage)
-    return leaving, entering
-
-
 def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Changes]:
     """The stages that leave and enter the ``limit`` soonest used ones, before each cell of the row.
 

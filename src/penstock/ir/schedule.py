@@ -109,6 +109,20 @@ class Schedule:
             raise ScheduleError("the codes are not those of actions")
         return schedule
 
+    def with_codes(self, codes: Codes, offsets: NDArray[np.int64]) -> Schedule:
+        """The same schedule with other actions, packed, whose ranks begin at the offsets: the way of passes."""
+        if not packed.is_wellformed(codes, offsets):
+            raise ScheduleError("the codes are not those of actions")
+        other = type(self).__new__(type(self))
+        put = object.__setattr__
+        put(other, "_codes", _frozen(codes))
+        put(other, "_offsets", _frozen(offsets))
+        put(other, "_rows", {})
+        put(other, "_hash", None)
+        for kept in ("_metadata", "_placement", "_microbatches"):
+            put(other, kept, getattr(self, kept))
+        return other
+
     def _fill(
         self,
         rows: Sequence[Codes],

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.ir import packed
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD
-from penstock.lowering.rows import ranks_of, rebuilt, without_idle
+from penstock.lowering.rows import cell_ends, last_of_each_stage, ranks_of, rebuilt, without_idle
 
 if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
@@ -27,9 +27,7 @@ def reduce_gradients(schedule: Schedule) -> Schedule:
     backward = np.flatnonzero(
         (kinds == packed.TYPE_NUMBER[FULL_BACKWARD]) | (kinds == packed.TYPE_NUMBER[BACKWARD_WEIGHT])
     )
-    _, from_the_end = np.unique(stages[backward][::-1], return_index=True)
-    last = np.sort(backward[::-1][from_the_end])
-    starts = np.append(packed.cell_starts(codes), len(codes))
-    ends = starts[np.searchsorted(starts, last, side="right")]
+    last = last_of_each_stage(stages, backward)
+    ends = cell_ends(codes, last)
     reductions = packed.pack(stages[last], REDUCE_GRAD, None)
     return rebuilt(schedule, np.insert(codes, ends, reductions), np.insert(ranks, ends, ranks[last]))

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.ir import packed
-from penstock.ir.schedule import Schedule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.ir.packed import Codes
+    from penstock.ir.schedule import Schedule
 
 
 def ranks_of(schedule: Schedule) -> NDArray[np.int64]:
@@ -28,10 +28,16 @@ def without_idle(schedule: Schedule) -> Schedule:
 
 def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.int64]) -> Schedule:
     """The same schedule with these actions, which are in the order of their ranks."""
-    ends = np.cumsum(np.bincount(ranks, minlength=schedule.ranks))
-    return Schedule.from_codes(
-        np.split(codes, ends[:-1]),
-        placement=schedule.placement,
-        microbatches=schedule.microbatches,
-        metadata=schedule.metadata,
-    )
+    return schedule.with_codes(codes, np.searchsorted(ranks, np.arange(schedule.ranks + 1)))
+
+
+def cell_ends(codes: Codes, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where the cell of each of these places ends: behind the whole of an overlap."""
+    starts = np.append(packed.cell_starts(codes), len(codes))
+    return np.asarray(starts[np.searchsorted(starts, places, side="right")])
+
+
+def last_of_each_stage(stages: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last of these places for every stage that they are of, in order."""
+    _, from_the_end = np.unique(stages[places][::-1], return_index=True)
+    return np.sort(places[::-1][from_the_end])

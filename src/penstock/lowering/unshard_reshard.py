@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.errors import SizeError
-from penstock.graph.active_stages import first_and_last_uses, soonest_stages
+from penstock.graph.active_stages import soonest_stages
 from penstock.ir import packed
 from penstock.ir.actions import RESHARD, UNSHARD
-from penstock.lowering.rows import ranks_of, rebuilt, without_idle
+from penstock.lowering.rows import cell_ends, last_of_each_stage, ranks_of, rebuilt, without_idle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
+    from penstock.ir.actions import ComputationType
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
+
+    #: Before which place which stage is changed, by which type of action, on which rank.
+    Additions = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 def unshard_reshard(schedule: Schedule, max_active_stages: int = 3) -> Schedule:
@@ -33,25 +39,47 @@ def unshard_reshard(schedule: Schedule, max_active_stages: int = 3) -> Schedule:
             value=max_active_stages,
         )
     schedule = without_idle(schedule)
-    places, added, owners = [], [], []
-    for rank in range(schedule.ranks):
-        offset = schedule.offsets[rank]
-        for place, stage, kind in _changes(schedule.codes_of(rank), max_active_stages):
-            places.append(offset + place)
-            added.append((stage, packed.TYPE_NUMBER[kind]))
-            owners.append(rank)
-    stages, kinds = np.array(added, np.int64).reshape(-1, 2).T
+    places, stages, kinds, owners = _all_at_once(schedule, max_active_stages) or _rank_by_rank(
+        schedule, max_active_stages
+    )
     codes = packed.pack(stages, UNSHARD, None) - packed.TYPE_NUMBER[UNSHARD] + kinds
     return rebuilt(schedule, np.insert(schedule.codes, places, codes), np.insert(ranks_of(schedule), places, owners))
 
 
-def _changes(codes: Codes, limit: int) -> Iterator[tuple[int, int, object]]:
+def _all_at_once(schedule: Schedule, limit: int) -> Additions | None:
+    """If no rank has more stages than may be active: each comes at the start, and goes after its last use.
+
+    None if some rank has more, or lets two stages go at once: then their order is a matter of its own.
+    """
+    codes, ranks = schedule.codes, ranks_of(schedule)
+    stages = packed.stages(codes)
+    _, first = np.unique(stages, return_index=True)
+    first = np.sort(first)
+    last = last_of_each_stage(stages, np.arange(len(codes)))
+    ends = cell_ends(codes, last)
+    if np.bincount(ranks[first]).max(initial=0) > limit or len(np.unique(ends)) < len(ends):
+        return None
+    owners = np.concatenate([ranks[last], ranks[first]])
+    places = np.concatenate([ends, schedule.offsets[ranks[first]]])
+    order = np.lexsort([owners, places])  # what ends a row comes before what begins the next
+    kinds = np.repeat([packed.TYPE_NUMBER[RESHARD], packed.TYPE_NUMBER[UNSHARD]], [len(last), len(first)])
+    return places[order], np.concatenate([stages[last], stages[first]])[order], kinds[order], owners[order]
+
+
+def _rank_by_rank(schedule: Schedule, limit: int) -> Additions:
+    added = [
+        (schedule.offsets[rank] + place, stage, packed.TYPE_NUMBER[kind], rank)
+        for rank in range(schedule.ranks)
+        for place, stage, kind in _changes(schedule.codes_of(rank), limit)
+    ]
+    places, stages, kinds, owners = np.array(added, np.int64).reshape(-1, 4).T
+    return places, stages, kinds, owners
+
+
+def _changes(codes: Codes, limit: int) -> Iterator[tuple[int, int, ComputationType]]:
     """Before which place of the row which stage is unsharded or resharded, in order."""
     stages, cells = packed.stages(codes), np.cumsum(~packed.is_joined(codes)) - 1
-    if len(np.unique(stages)) <= limit:
-        leaving, entering = first_and_last_uses(stages, cells)
-    else:
-        leaving, entering = soonest_stages(stages, cells, limit)
+    leaving, entering = soonest_stages(stages, cells, limit)
     # Several stages that go at once go in the order of a set, which is how upstream remembers the active ones.
     active: set[int] = set()
     for place in sorted({*leaving, *entering}):
