@@ -54,6 +54,16 @@ def later(codes: Codes, microbatches: NDArray[np.int64]) -> Codes:
     return np.asarray(codes + (microbatches << _MICROBATCH_SHIFT))
 
 
+def retyped(codes: Codes, old: ComputationType, new: ComputationType) -> Codes:
+    """The same actions, all of one type, as another type."""
+    return np.asarray(codes + (TYPE_NUMBER[new] - TYPE_NUMBER[old]))
+
+
+def further(codes: Codes, stages: NDArray[np.int64]) -> Codes:
+    """The same actions so many stages further on."""
+    return np.asarray(codes + (stages << _STAGE_SHIFT))
+
+
 def pack_cells(cells: Iterable[Action | None]) -> Codes:
     """The codes of a row of actions and idle steps."""
     codes: list[int] = []

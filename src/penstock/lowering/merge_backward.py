@@ -37,6 +37,6 @@ def merge_backward(schedule: Schedule) -> Schedule:
         & alone[1:]
     )
     merged = codes.copy()
-    merged[first] += packed.TYPE_NUMBER[FULL_BACKWARD] - packed.TYPE_NUMBER[BACKWARD_INPUT]
+    merged[first] = packed.retyped(merged[first], BACKWARD_INPUT, FULL_BACKWARD)
     kept = ~np.roll(first, 1)
     return rebuilt(schedule, merged[kept], ranks[kept])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from penstock.ir import packed
-from penstock.ir.actions import BACKWARD_WEIGHT, ComputationType
+from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, ComputationType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 _NOTES: Final = ("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1", "W")
 _F0, _F1, _B0, _B1, _I0, _I1, _W0, _W1, _W = range(len(_NOTES))
+
+#: The first action of each note on stage 0, and whether it is of the first or the second stage.
+_AT_STAGE_0: Final = np.array([packed.pack(0, ComputationType(name[0]), 0) for name in _NOTES])
+_CHUNKS: Final = np.array([int(name[1:] or 0) for name in _NOTES])
 
 #: Which notes count microbatches together: a whole backward and its first half are one sequence.
 _COUNTED: Final = ((_F0,), (_F1,), (_B0, _I0), (_B1, _I1))
@@ -44,15 +48,16 @@ def play(phases: Iterable[tuple[str, int]], stages: tuple[int, int]) -> Codes:
     played = [(_pattern(text), times) for text, times in phases if times > 0]
     notes = np.frombuffer(b"".join(pattern.notes * times for pattern, times in played), np.uint8)
     joined = np.frombuffer(b"".join(pattern.joined * times for pattern, times in played), np.uint8)
-    first = np.array([packed.pack(stages[name == name[0] + "1"], ComputationType(name[0]), 0) for name in _NOTES])
-    codes = first[notes]
+    codes = packed.further(_AT_STAGE_0, np.array(stages)[_CHUNKS])[notes]
     for counted in _COUNTED:
         places = _places(notes, counted)
         codes[places] = packed.later(codes[places], np.arange(len(places)))
     for weight, inputs in _OWED:
         places = _places(notes, (weight,))
+        if not len(places):
+            continue
         owing = codes[_places(notes, inputs)[: len(places)]]
-        codes[places] = packed.pack(packed.stages(owing), BACKWARD_WEIGHT, packed.microbatches(owing))
+        codes[places] = packed.retyped(owing, BACKWARD_INPUT, BACKWARD_WEIGHT)
     return np.asarray(codes + joined * np.int64(packed.JOINED))
 
 

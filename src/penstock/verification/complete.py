@@ -62,6 +62,9 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
 
 def repeated(leaves: Leaves) -> Iterator[Problem]:
     """The same action twice."""
+    keys = np.sort(leaves.codes[leaves.microbatch >= 0] & ~packed.JOINED)
+    if not (keys[1:] == keys[:-1]).any():
+        return
     present = np.bincount(leaves.kind, minlength=len(ComputationType) + 1)
     for kind in ComputationType:
         if present[packed.TYPE_NUMBER[kind]] and kind not in SHARDING:
@@ -78,6 +81,8 @@ def missing(leaves: Leaves) -> Iterator[Problem]:
     )
     no_forward, no_whole = forward == NOWHERE, whole == NOWHERE
     no_first, no_second = first == NOWHERE, second == NOWHERE
+    if not no_forward.any() and (no_first == no_second).all() and (no_whole != no_first).all():
+        return  # everything forward, and everything backward either whole or in its two halves
     yield Problem("missing", np.flatnonzero(no_forward), _absent(leaves, FORWARD))
     if (no_whole & no_first & no_second).all():
         return  # forward only

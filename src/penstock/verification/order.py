@@ -27,6 +27,8 @@ def disordered(leaves: Leaves) -> Iterator[Problem]:
     late = (awaited != NOWHERE) & (leaves.rank[waiting] == leaves.rank[awaited])
     late &= leaves.cell[awaited] >= leaves.cell[waiting]
     waiting, awaited = waiting[late], awaited[late]
+    if not len(waiting):
+        return
 
     def tell(number: int) -> Finding:
         action, need = action_at(leaves, waiting[number]), action_at(leaves, awaited[number])

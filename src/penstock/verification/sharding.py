@@ -28,6 +28,9 @@ def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
     last = np.concatenate([[-1], last[:-1]]) if len(last) else last
     known = (last >= 0) & (leaves.stage[places[np.maximum(last, 0)]] == leaves.stage[places])
     gathered = known & leaves.is_kind(places[np.maximum(last, 0)], UNSHARD)
+    unshards = changes & leaves.is_kind(places, UNSHARD)
+    if (gathered != unshards).all():
+        return  # whatever is not an UNSHARD has the parameters, and an UNSHARD has not
     computes = ~changes
     yield Problem(
         "unsharded_twice",

@@ -12,7 +12,7 @@ from penstock.ir.dependencies import TRANSFERS
 from penstock.verification.findings import Finding, Problem, at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from numpy.typing import NDArray
 
@@ -28,41 +28,32 @@ def untransferred(leaves: Leaves) -> Iterator[Problem]:
     if not leaves.has_transfers:
         return
     for transfer in TRANSFERS:
-        yield from _misdirected(leaves, transfer.send, transfer.stage_offset)
-        yield from _misdirected(leaves, transfer.receive, -transfer.stage_offset)
-        sends = _across(leaves, transfer.send, transfer.stage_offset)
-        receives = _across(leaves, transfer.receive, -transfer.stage_offset)
+        sends = yield from _across(leaves, transfer.send, transfer.stage_offset)
+        receives = yield from _across(leaves, transfer.receive, -transfer.stage_offset)
         yield _unmatched(leaves, sends, transfer.receive, transfer.stage_offset)
         yield _unmatched(leaves, receives, transfer.send, -transfer.stage_offset)
         yield from _untimely(leaves, transfer, sends, receives)
         yield from _unsent(leaves, transfer)
 
 
-def _misdirected(leaves: Leaves, kind: ComputationType, offset: int) -> Iterator[Problem]:
+def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Generator[Problem, None, Ints]:
+    """The operations of this type that go between two ranks; the others are problems."""
     mine = leaves.are(kind)
     mine = mine[leaves.in_range[mine]]
     peer = leaves.stage[mine] + offset
-    nobody = (peer < 0) | (peer >= leaves.schedule.stages)
+    inside = (peer >= 0) & (peer < leaves.stages)
     yield Problem(
         "misdirected",
-        mine[nobody],
+        mine[~inside],
         at(leaves, "misdirected", "{} has no stage on its other side", "drop it"),
     )
-    mine, peer = mine[~nobody], peer[~nobody]
+    mine, peer = mine[inside], peer[inside]
+    away = leaves.home[peer] != leaves.home[leaves.stage[mine]]
     yield Problem(
         "self_directed",
-        mine[leaves.home[peer] == leaves.home[leaves.stage[mine]]],
+        mine[~away],
         at(leaves, "self_directed", "{} is between two stages on one rank", "drop it: they share memory"),
     )
-
-
-def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Ints:
-    """The operations of this type that go between two ranks."""
-    mine = leaves.are(kind)
-    mine = mine[leaves.in_range[mine]]
-    peer = leaves.stage[mine] + offset
-    mine = mine[(peer >= 0) & (peer < leaves.schedule.stages)]
-    away = leaves.home[leaves.stage[mine] + offset] != leaves.home[leaves.stage[mine]]
     return np.asarray(mine[away])
 
 
