@@ -33,10 +33,9 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     whole = max(microbatches, 2 * ranks)  # the pattern needs as many; fewer are cut out of it
-    rows = [
-        only_real(play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)), microbatches)
-        for rank in range(ranks)
-    ]
+    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
+    if whole > microbatches:
+        rows = [only_real(row, microbatches) for row in rows]
     return Schedule.from_codes(
         rows, placement=Placement.v(ranks, 2 * ranks), microbatches=microbatches, metadata={"name": "DualPipeV"}
     )

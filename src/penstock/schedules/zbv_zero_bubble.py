@@ -27,10 +27,9 @@ def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     whole = max(microbatches, 2 * ranks - 1)  # the pattern needs as many; fewer are cut out of it
-    rows = [
-        only_real(play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)), microbatches)
-        for rank in range(ranks)
-    ]
+    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
+    if whole > microbatches:
+        rows = [only_real(row, microbatches) for row in rows]
     return Schedule.from_codes(
         rows,
         placement=Placement.v(ranks, 2 * ranks),
