@@ -19,8 +19,8 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or newer: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[torch,dev]'
+	$(PYTHON) -m venv $(VENV) || { apt-get update && apt-get install --yes python3-venv && $(PYTHON) -m venv $(VENV); }
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[torch,dev]'
 	touch $@
 
 demo: setup

@@ -13,7 +13,7 @@ from penstock.schedules.weaving import stream, weave
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """The fill of 1F1B, and weight gradients put off to fill the drain: rank r owes up to r of them.
+    """The fill of 1F1B, and weight gradients put off to fill the drain: those of rank r run r ticks late.
 
     >>> print(zb_h1(ranks=3, microbatches=4).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13

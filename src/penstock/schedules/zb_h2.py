@@ -13,7 +13,7 @@ from penstock.schedules.weaving import stream, weave
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Twice the fill of ZB-H1, and twice the weight gradients owed: at equal costs no rank waits once it has begun.
+    """Twice the fill of ZB-H1: at equal costs, from 2p microbatches on, no rank of p waits once it has begun.
 
     >>> print(zb_h2(ranks=3, microbatches=5).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16
