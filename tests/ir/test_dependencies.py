@@ -1,8 +1,8 @@
 """The one rule against the rule in words, written out for a small pipeline."""
 
-import interpreter
 import pytest
 
+import interpreter
 from penstock import Action
 from penstock.ir.dependencies import NEEDS, OPERATIONS, TRANSFERS, needs
 

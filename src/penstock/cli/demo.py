@@ -53,7 +53,8 @@ def demo(machine: Json = False) -> None:
         schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
         seen.append(_facts(name, schedule))
         if not machine:
-            echo(console, Picture(schedule, aligned=None, width=console.width if console.is_terminal else None))
+            width = console.width if console.is_terminal else None
+            echo(console, Picture(schedule, aligned=None, width=width))
             console.print(_told(seen[-1]), "\n", sep="", soft_wrap=True)
     if machine:
         typer.echo(json.dumps([facts._asdict() for facts in seen], indent=2))

@@ -45,8 +45,9 @@ _LEGEND: Final = {
 class Picture:
     """A schedule laid out for a width; None puts all of it side by side. Painted block by block, when asked."""
 
-    def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None) -> None:
+    def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None, colour: bool = True) -> None:
         self._schedule = schedule
+        self._colour = colour
         #: Whether it is laid out for a width, which other lines should keep to as well.
         self.fitted = width is not None
         columns = grid.cell_columns(schedule, aligned=aligned)
@@ -64,7 +65,8 @@ class Picture:
     def __iter__(self) -> Iterator[Text]:
         """The blocks from left to right, then what the letters mean and what it is."""
         for start, end in self._cuts:
-            yield _block(self._lines, range(start, end), self._widths, self._label).append("\n")
+            paint = _block if self._colour else _plain_block
+            yield paint(self._lines, range(start, end), self._widths, self._label).append("\n")
         yield legend(self._schedule)
         yield Text(f"# {self._schedule.summary}")
         if self._remark:
@@ -123,6 +125,16 @@ def _block(lines: Sequence[grid.Line], steps: range, widths: Sequence[int], labe
             text.append(" " * (widths[step] - drawn))
     text.rstrip()
     return text
+
+
+def _plain_block(lines: Sequence[grid.Line], steps: range, widths: Sequence[int], label: int) -> Text:
+    """The same without colour, which is many times faster: for pipes and files."""
+    rows = [[f"{'step':<{label}}", *(f"{step:<{widths[step]}}" for step in steps)]]
+    for rank, cells in enumerate(lines):
+        texts = (grid.cell_text(cells[step]) if step in cells else "" for step in steps)
+        drawn = [f"{text:<{widths[step]}}" for text, step in zip(texts, steps, strict=True)]
+        rows.append([f"{f'rank {rank}':<{label}}", *drawn])
+    return Text("\n".join(" ".join(row).rstrip() for row in rows), no_wrap=True)
 
 
 def _cell(cell: Action | None) -> Text:

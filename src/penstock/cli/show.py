@@ -49,7 +49,13 @@ def show(
         typer.echo(json_from_schedule(schedule), nl=False)
         return
     fit = width is not None or console.is_terminal
-    page(console, Picture(schedule, aligned=False if as_written else None, width=console.width if fit else None))
+    picture = Picture(
+        schedule,
+        aligned=False if as_written else None,
+        width=console.width if fit else None,
+        colour=console.color_system is not None and not console.no_color,
+    )
+    page(console, picture)
 
 
 def page(console: Console, picture: Picture) -> None:
@@ -71,7 +77,7 @@ def echo(console: Console, picture: Picture) -> None:
 
 def _ansi(console: Console, text: Text, *, fold: bool) -> str:
     """The text with the colours that this console can show: none if it is a pipe."""
-    if console.no_color:
+    if console.color_system is None or console.no_color:
         text = Text(text.plain, no_wrap=text.no_wrap)
     with console.capture() as captured:
         console.print(text, soft_wrap=text.no_wrap or not fold)
