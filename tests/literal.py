@@ -34,6 +34,12 @@ class Operation:
     sends: bool
     message: tuple[str, int, int]  # F or B, the stage that sends it, microbatch
 
+    def __str__(self) -> str:
+        label, stage, microbatch = self.message
+        if self.sends:
+            return f"{stage}SEND_{label}{microbatch}"
+        return f"{stage + (1 if label == 'F' else -1)}RECV_{label}{microbatch}"
+
 
 @dataclass
 class Machine:
@@ -149,6 +155,9 @@ class Machine:
         rest = [leaf for cell in self.rows[rank][self.counters[rank] :] for leaf in leaves(cell)]
         if any(other == stage and kind in ("B", "W") for other, kind, _ in rest):
             raise WrongError(f"{stage}REDUCE_GRAD is early")
+        row = [leaf for cell in self.rows[rank] for leaf in leaves(cell)]
+        if not any(other == stage and kind in ("B", "W") for other, kind, _ in row):
+            raise WrongError(f"{stage}REDUCE_GRAD of nothing")
 
     def post(self, rank: int, stage: int, kind: str, microbatch: int) -> None:
         label = kind[-1]

@@ -236,6 +236,13 @@ def test_check_for_machines(tmp_path):
     assert good["findings"] == []
 
 
+def test_check_of_what_cannot_be_lowered(tmp_path):
+    (tmp_path / "bad.csv").write_text("0B0,0F0\n")
+    result = penstock("check", "bad.csv", "--lower", "--json", cwd=tmp_path)
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["findings"][0]["kind"] == "backward_before_input"
+
+
 def test_check_with_a_memory_limit():
     result = penstock("check", "GPipe", "--memory-limit", "3")
     assert result.returncode == 1

@@ -51,7 +51,7 @@ def test_plain_and_compiled_scans_of_stages_agree(stages, limit, data):
     starts = [True, *data.draw(st.lists(st.booleans(), min_size=len(stages) - 1, max_size=len(stages) - 1))]
     cells = np.cumsum(starts) - 1
     names, local = np.unique(np.array(stages), return_inverse=True)
-    following = active_stages._next_uses(local, len(names))
+    following = active_stages._next_uses(local)
     arguments = (local.astype(np.int64), cells.astype(np.int64), following, len(names), limit)
     plain, compiled = active_stages._scan(*arguments), active_stages._compiled()(*arguments)
     for one, other in zip(plain, compiled, strict=True):

@@ -1,6 +1,7 @@
 """Valid schedules with one thing changed: the verifier and the literal machine agree on every one of them."""
 
 import random
+import re
 
 import pytest
 
@@ -47,8 +48,8 @@ def reindexed(cell, chance, schedule):
     return str(action._replace(stage_index=chance.randrange(schedule.stages + 1)))
 
 
-def mutated(schedule, chance):
-    rows = text_rows(schedule)
+def mutated(rows, schedule, chance):
+    rows = [list(row) for row in rows]
     rank = chance.choice([rank for rank, row in enumerate(rows) if row])
     row, place = rows[rank], chance.randrange(len(rows[rank]))
     change = chance.choice(["delete", "duplicate", "swap", "retype", "reindex", "move"])
@@ -65,7 +66,17 @@ def mutated(schedule, chance):
         row[place] = reindexed(row[place], chance, schedule)
     else:
         row.insert(chance.randrange(len(row)), row.pop(place))
-    return change, rows
+    return rows
+
+
+def assert_stuck_where_it_says(finding, rows, schedule, buffering, lanes):
+    """Every action that a rank is said to wait in is where its program stands, or at the head of a lane."""
+    machine = literal.Machine(rows, list(schedule.placement.rank_of), schedule.microbatches, buffering, lanes)
+    assert machine.verdict() is not None
+    standing = {row[count] for row, count in zip(rows, machine.counters, strict=True) if count < len(row)}
+    heads = {str(queue[0]) for queue in machine.queues.values() if queue}
+    for rank, named in re.findall(r"rank (\d+)(?:, which)? waits in (\S+?),? ", finding.message):
+        assert any(named in cell for cell in standing) or named in heads, (finding.message, standing, heads, rank)
 
 
 def agree(rows, schedule, buffering, lanes):
@@ -73,6 +84,10 @@ def agree(rows, schedule, buffering, lanes):
     findings = ps.check(broken, model=ps.CommModel(buffering, lanes))
     wrong = literal.verdict(rows, list(schedule.placement.rank_of), schedule.microbatches, buffering, lanes)
     assert bool(findings) == (wrong is not None), (buffering, lanes, wrong, [str(f) for f in findings], rows)
+    kinds = {finding.kind for finding in findings}
+    if kinds == {"deadlock"}:
+        assert "is stuck" in wrong or "never completes" in wrong
+        assert_stuck_where_it_says(findings[0], rows, schedule, buffering, lanes)
     for finding in findings:
         assert finding.kind
         assert finding.message
@@ -91,7 +106,9 @@ def sweep(recipe, mutants, seed):
         options = chance.choice(LOWERINGS)
         if options is not None:
             schedule = ps.lower(schedule, **options)
-        _, rows = mutated(schedule, chance)
+        rows = mutated(text_rows(schedule), schedule, chance)
+        for _ in range(chance.choice([0, 0, 0, 1, 2])):
+            rows = mutated(rows, schedule, chance)
         caught += agree(rows, schedule, *chance.choice(MODELS))
     return caught
 

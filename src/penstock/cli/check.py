@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
-from penstock.errors import ModelError
+from penstock.errors import ModelError, VerificationError
 from penstock.graph.models import LANES, MODELS, CommModel
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
@@ -51,10 +51,12 @@ def check_command(
     Example: penstock check mine.csv --model rendezvous:pair --memory-limit 8
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    if lowered:
-        schedule = lower(schedule)
     chosen = DEFAULT_MODEL if model is None else _parsed(model)
-    findings = check(schedule, model=chosen, memory_limit=memory_limit)
+    try:
+        schedule = lower(schedule, model=chosen) if lowered else schedule
+        findings = check(schedule, model=chosen, memory_limit=memory_limit)
+    except VerificationError as error:
+        findings = list(error.findings)  # of what came in: it could not be lowered
     if machine:
         typer.echo(json.dumps(_document(schedule, chosen, findings), indent=2))
     else:

@@ -24,11 +24,11 @@ Changes = dict[int, list[int]]
 def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Changes]:
     """The stages that leave and enter the ``limit`` soonest used ones, before each cell of the row.
 
-    What an overlap runs together counts together: it may exceed the limit by what it holds. O(n) for a fixed number of
-    stages on the rank.
+    What an overlap runs together counts together: it may exceed the limit by what it holds. O(n) times the stages of
+    the rank times the limit.
     """
     names, local = np.unique(stages, return_inverse=True)
-    following = _next_uses(local, len(names))
+    following = _next_uses(local)
     scan = _compiled() if worth_compiling(len(stages) * len(names)) else _scan
     places, changed, enters = scan(local.astype(np.int64), cells, following, len(names), limit)
     leaving: Changes = defaultdict(list)
@@ -38,12 +38,12 @@ def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Chan
     return leaving, entering
 
 
-def _next_uses(local: Ints, count: int) -> Ints:
-    """Where the same stage is used next, or the end. O(n): one sort."""
+def _next_uses(local: Ints) -> Ints:
+    """Where the same stage is used next, or the end. O(n log n): one sort."""
     following = np.full(len(local), len(local), np.int64)
-    for stage in range(count):
-        uses = np.flatnonzero(local == stage)
-        following[uses[:-1]] = uses[1:]
+    order = np.argsort(local, kind="stable")
+    same = local[order][1:] == local[order][:-1]
+    following[order[:-1][same]] = order[1:][same]
     return following
 
 

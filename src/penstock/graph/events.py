@@ -80,8 +80,8 @@ def matches(leaves: Leaves) -> Matches:
         inside = (target >= 0) & (target < leaves.stages)
         mine, target = mine[inside], target[inside]
         other = leaves.find(transfer.receive, target, leaves.microbatch[mine])
-        good = other != NOWHERE
-        good &= (leaves.rank[other] != leaves.rank[mine]) & (leaves.home[leaves.stage[other]] == leaves.rank[other])
+        mine, other = mine[other != NOWHERE], other[other != NOWHERE]
+        good = (leaves.rank[other] != leaves.rank[mine]) & (leaves.home[leaves.stage[other]] == leaves.rank[other])
         sends.append(mine[good])
         receives.append(other[good])
     return Matches(np.concatenate(sends), np.concatenate(receives))

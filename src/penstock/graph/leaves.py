@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.errors import ScheduleError
 from penstock.ir import packed
 from penstock.ir.dependencies import NEEDS, OPERATIONS
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 NOWHERE = -1
 
 
+def too_sparse(schedule: Schedule) -> bool:
+    """Whether so much is missing that tables of what should be there would not fit into memory."""
+    return schedule.stages * schedule.microbatches > 8 * len(schedule.codes) + 100_000
+
+
 class Leaves:
     """Every action that is not idle, an overlap's sub-actions one by one, rank after rank in program order.
 
@@ -39,6 +45,10 @@ class Leaves:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.stages, self.microbatches = schedule.stages, schedule.microbatches
+        if too_sparse(schedule):
+            raise ScheduleError(
+                f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
+            )
         everything = schedule.codes
         busy = everything != packed.IDLE
         ranks = np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
@@ -48,6 +58,12 @@ class Leaves:
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    @cached_property
+    def first_cell(self) -> Places:
+        """The number of the first cell of each rank."""
+        cells = np.cumsum(np.append(0, ~packed.is_joined(self.schedule.codes)))
+        return np.asarray(cells[self.schedule.offsets])
 
     @cached_property
     def stage(self) -> Places:

@@ -27,7 +27,7 @@ class CommModel:
 
     Attributes:
         buffering: ``"rendezvous"``: a send ends when its receive does; ``"bounded(k)"``: a send ends as soon as fewer
-            than k messages wait in its lane; ``"eager"``: a send ends at once.
+            than k messages from its rank to the other are under way; ``"eager"``: a send ends at once.
         lanes: what an operation stands in line with: all others of its rank (``"rank"``), those with the same peer
             (``"pair"``), those with the same peer in the same direction (``"direction"``), or none (``"message"``).
     """
@@ -36,11 +36,13 @@ class CommModel:
     lanes: str = "pair"
 
     def __post_init__(self) -> None:
-        if self.buffering not in (RENDEZVOUS, EAGER) and not _BOUNDED.fullmatch(str(self.buffering)):
+        buffering: object = self.buffering
+        lanes: object = self.lanes
+        if not isinstance(buffering, str) or not (buffering in (RENDEZVOUS, EAGER) or _BOUNDED.fullmatch(buffering)):
             raise ModelError(
                 f"buffering is 'rendezvous', 'bounded(1)', 'bounded(2)', ... or 'eager', not {self.buffering!r}"
             )
-        if self.lanes not in LANES:
+        if not isinstance(lanes, str) or lanes not in LANES:
             raise ModelError(f"lanes are one per {', '.join(LANES)}, not per {self.lanes!r}")
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from penstock.ir.actions import COMPUTE, NO_STAGE, OVERLAP_F_B, Action, ComputationType
+from penstock.ir.actions import COMPUTE, NO_STAGE, OVERLAP_F_B, SHARDING, Action, ComputationType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +39,8 @@ TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind
 
 _COMPUTE_OR_IDLE: Final = np.array([kind is None or kind in COMPUTE for kind in _TYPES])
 _IS_COMPUTE: Final = np.array([kind in COMPUTE for kind in _TYPES] + [False] * 3)
+_HAS_MICROBATCH: Final = np.array([kind is not None and kind not in SHARDING for kind in _TYPES] + [False] * 3)
+_MICROBATCH_BITS: Final = _MICROBATCH_MASK << _MICROBATCH_SHIFT
 _IS_ACTION_OR_IDLE: Final = np.array([kind is not OVERLAP_F_B for kind in _TYPES] + [False] * 3)
 
 
@@ -135,7 +137,9 @@ def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
 def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
     """Whether these codes, whose ranks begin at the offsets, stand for actions, and for overlaps of compute actions."""
     kinds = types(codes)
-    if not _IS_ACTION_OR_IDLE[kinds].all():
+    if not _IS_ACTION_OR_IDLE[kinds].all() or codes.min(initial=0) < 0:
+        return False
+    if (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS).astype(bool)).any():
         return False
     together = np.flatnonzero(codes & JOINED)
     if not len(together):

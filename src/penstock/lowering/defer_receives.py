@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.ir.actions import LARGEST_INDEX
 from penstock.ir.dependencies import TRANSFERS
+from penstock.ir.numbers import whole_number
 from penstock.lowering.rows import rebuilt, without_idle
 
 if TYPE_CHECKING:
@@ -20,13 +22,15 @@ def defer_receives(schedule: Schedule, look_ahead: int = 0) -> Schedule:
     """Every receive right before the action that needs it, or as many uses earlier as ``look_ahead`` says.
 
     But for what keeps two ranks from both waiting to send: the lower rank of a pair posts its receives before it sends
-    to the other. A receive never moves ahead of where it was. O(n log n).
+    to the other, so that more than ``look_ahead`` of them can be posted ahead of their use there. A receive never moves
+    ahead of where it was. O(n log n).
 
     >>> from penstock.ir.schedule import Schedule
     >>> defer_receives(Schedule([["1RECV_F0", "1RECV_F1", "1F0", "1F1"], ["0F0", "0F1", "0SEND_F0", "0SEND_F1"]],
     ...     )).actions[0]
     (1RECV_F0, 1F0, 1RECV_F1, 1F1)
     """
+    look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
     schedule = without_idle(schedule)
     leaves = Leaves(schedule)
     #: Everything stands before the place that sets it off; a receive before its trigger, and the trigger itself last.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.errors import ScheduleError
 from penstock.graph.models import CommModel
+from penstock.ir.schedule import Schedule
 from penstock.lowering.defer_receives import defer_receives as deferred
 from penstock.lowering.merge_backward import merge_backward as merged
 from penstock.lowering.reduce_gradients import reduce_gradients
@@ -17,8 +18,6 @@ from penstock.verification.check import DEFAULT_MODEL, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from penstock.ir.schedule import Schedule
 
 WITHOUT_LANES: Final = CommModel(buffering="rendezvous", lanes="message")
 
@@ -58,6 +57,8 @@ def lower(
     Raises:
         VerificationError: the schedule would not run; says everything that is wrong with it.
     """
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"a Schedule can be lowered, not {schedule!r}")
     if schedule.lowered:
         raise ScheduleError("the schedule is lowered already: it has other actions than F, B, I and W")
     passes: list[Callable[[Schedule], Schedule]] = [without_idle]

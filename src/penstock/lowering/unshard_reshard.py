@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.errors import SizeError
 from penstock.graph.active_stages import soonest_stages
 from penstock.ir import packed
 from penstock.ir.actions import RESHARD, UNSHARD
+from penstock.ir.numbers import whole_number
 from penstock.lowering.rows import cell_ends, last_of_each_stage, ranks_of, rebuilt, without_idle
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ def unshard_reshard(schedule: Schedule, max_active_stages: int = 3) -> Schedule:
     >>> unshard_reshard(Schedule([["0F0", "1F0", "1B0", "0B0"]]), max_active_stages=1).actions[0]
     (0UNSHARD, 0F0, 0RESHARD, 1UNSHARD, 1F0, 1B0, 1RESHARD, 0UNSHARD, 0B0, 0RESHARD)
     """
-    if max_active_stages < 1:
-        raise SizeError(
-            f"max_active_stages must be at least 1, not {max_active_stages}",
-            field="max_active_stages",
-            value=max_active_stages,
-        )
+    max_active_stages = whole_number("max_active_stages", max_active_stages, least=1)
     schedule = without_idle(schedule)
     places, stages, kinds, owners = _all_at_once(schedule, max_active_stages) or _rank_by_rank(
         schedule, max_active_stages

@@ -5,10 +5,13 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import VerificationError
-from penstock.graph.leaves import Leaves
+from penstock.errors import ModelError, ScheduleError, SizeError, VerificationError
+from penstock.graph.leaves import Leaves, too_sparse
 from penstock.graph.models import MODELS, CommModel
+from penstock.ir import packed
 from penstock.ir.actions import FORWARD, Action
+from penstock.ir.placement import first_gap
+from penstock.ir.schedule import Schedule
 from penstock.verification.complete import misplaced, missing, repeated
 from penstock.verification.deadlock import deadlocked, is_free
 from penstock.verification.findings import Finding, told
@@ -19,7 +22,9 @@ from penstock.verification.transfers import untransferred
 from penstock.verification.window import picture
 
 if TYPE_CHECKING:
-    from penstock.ir.schedule import Schedule
+    from collections.abc import Iterator
+
+    from penstock.verification.findings import Problem
 
 #: What point-to-point communication in torch.distributed can show at its harshest.
 DEFAULT_MODEL: Final = CommModel(buffering="rendezvous", lanes="pair")
@@ -40,19 +45,11 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
         model: how communication behaves.
         memory_limit: how many activations, of a stage and a microbatch each, a rank has room for.
     """
-    if (sparse := _sparse(schedule)) is not None:
-        return [sparse]
+    _check_arguments(schedule, model, memory_limit)
+    if too_sparse(schedule):
+        return [_sparse(schedule)]
     leaves = Leaves(schedule)
-    problems = [
-        misplaced(leaves),
-        repeated(leaves),
-        missing(leaves),
-        disordered(leaves),
-        untransferred(leaves),
-        wrongly_sharded(leaves),
-        wrongly_reduced(leaves),
-        deadlocked(leaves, model),
-    ]
+    problems = [*_structure(leaves), deadlocked(leaves, model)]
     if memory_limit is not None:
         problems.append(over_memory(leaves, memory_limit))
     return told(chain.from_iterable(problems))
@@ -66,23 +63,57 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
 
 
 def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
-    """Under which communication models the schedule is free of deadlock, the harshest first."""
+    """Under which communication models the schedule is free of deadlock, the harshest first.
+
+    Raises:
+        VerificationError: something else is wrong with it, so that what waits for what is not known.
+    """
+    _check_arguments(schedule, DEFAULT_MODEL, None)
     leaves = Leaves(schedule)
+    if findings := told(chain.from_iterable(_structure(leaves))):
+        raise VerificationError(findings, picture(schedule, findings))
     return {model: is_free(leaves, model) for model in MODELS}
 
 
-def _sparse(schedule: Schedule) -> Finding | None:
-    """So much is missing that tables of what should be there would not fit: say so, and leave it at that."""
+def _structure(leaves: Leaves) -> list[Iterator[Problem]]:
+    """Everything but waiting and memory."""
+    return [
+        misplaced(leaves),
+        repeated(leaves),
+        missing(leaves),
+        disordered(leaves),
+        untransferred(leaves),
+        wrongly_sharded(leaves),
+        wrongly_reduced(leaves),
+    ]
+
+
+def _check_arguments(schedule: object, model: object, memory_limit: object) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"a Schedule can be checked, not {schedule!r}")
+    if not isinstance(model, CommModel):
+        raise ModelError(f"a model is a CommModel, e.g. CommModel('rendezvous', 'pair'), not {model!r}")
+    number = isinstance(memory_limit, (int, float)) and not isinstance(memory_limit, bool)
+    if memory_limit is not None and (not number or memory_limit != memory_limit):
+        raise SizeError(
+            f"memory_limit must be a number, not {memory_limit!r}", field="memory_limit", value=memory_limit
+        )
+
+
+def _sparse(schedule: Schedule) -> Finding:
+    """So much is missing that one example has to do."""
+    codes = schedule.codes
+    mine = codes[(packed.types(codes) == packed.TYPE_NUMBER[FORWARD]) & (packed.stages(codes) == 0)]
+    numbers = set(packed.microbatches(mine).tolist())
+    gap = first_gap(numbers)
+    action = Action(0, FORWARD, len(numbers) if gap is None else gap)
     wanted = schedule.stages * schedule.microbatches
-    if wanted <= 8 * len(schedule.codes) + 100_000:
-        return None
-    action = Action(0, FORWARD, schedule.microbatches - 1)
     return Finding(
         "missing",
-        None,
+        schedule.placement.rank_of[0],
         None,
         action,
-        f"{schedule.stages} stages times {schedule.microbatches} microbatches need {wanted} forwards, and there are "
-        f"only {len(schedule.codes)} actions",
-        "number the microbatches from 0 without a gap",
+        f"{action} is missing, and much more: {schedule.stages} stages times {schedule.microbatches} microbatches "
+        f"need {wanted} forwards, and there are only {len(codes)} actions",
+        "number the microbatches from 0 without a gap, and give microbatches= only if it is right",
     )

@@ -44,9 +44,7 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
     yield Problem(
         "misplaced",
         np.flatnonzero(unknown),
-        at(
-            leaves, "misplaced", f"{{}} is of a stage that there is not; they are 0 to {schedule.stages - 1}", "drop it"
-        ),
+        at(leaves, "misplaced", f"{{}} is of a stage that there is not; there are {schedule.stages}", "drop it"),
     )
     yield Problem(
         "microbatch",

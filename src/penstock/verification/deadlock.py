@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.events import event_graph
+from penstock.graph.events import REASONS, event_graph
 from penstock.graph.walk import UNREACHED, longest_path
+from penstock.ir.dependencies import OPERATIONS
 from penstock.verification.findings import Finding, Problem, action_at, position
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
     from penstock.graph.events import EventGraph
     from penstock.graph.leaves import Leaves
     from penstock.graph.models import CommModel
 
+    Ints = NDArray[np.int64]
+
+#: A longer way round tells nobody more.
+MOST_LINKS: Final = 12
+
 
 class Wait(NamedTuple):
-    """One link of a cycle: places in the leaves, of what waits and of what it waits for."""
+    """One link of a cycle: places in the leaves, of what waits and of what it waits for, and why."""
 
     waiting: int
     awaited: int
+    reason: str
 
 
 def is_free(leaves: Leaves, model: CommModel) -> bool:
@@ -36,66 +45,117 @@ def deadlocked(leaves: Leaves, model: CommModel) -> Iterator[Problem]:
     starts = _starts(graph)
     if (starts != UNREACHED).all():
         return
-    cycle = find_cycle(graph, starts)
+    cycle = _Stuck(graph, starts).cycle()
     yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(leaves, cycle, model))
 
 
-def _starts(graph: EventGraph) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _starts(graph: EventGraph) -> Ints:
     return longest_path(len(graph.node), graph.source, graph.target, np.ones(len(graph.awaited), np.int64))
 
 
-def find_cycle(graph: EventGraph, starts: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Wait]:
-    """A cycle among the nodes that no walk reached: each waits for the next, the last for the first."""
-    source, target = graph.source, graph.target
-    stuck = np.flatnonzero((starts[source] == UNREACHED) & (starts[target] == UNREACHED))
-    # Every node that was not reached has an edge from another such; follow one of them until a node comes again.
-    blocker = dict(zip(target[stuck].tolist(), stuck.tolist(), strict=True))
-    node = int(target[stuck[0]])
-    seen: dict[int, int] = {}
-    path: list[int] = []
-    while node not in seen:
-        seen[node] = len(path)
-        path.append(blocker[node])
-        node = int(source[blocker[node]])
-    return [Wait(int(graph.waiting[edge]), int(graph.awaited[edge])) for edge in path[seen[node] :]]
+class _Stuck:
+    """The part of a graph that no walk reached: every node in it waits for another one in it.
+
+    A rank stands at its first action that was not reached, and a lane at its first operation; whatever comes later on
+    the rank or in the lane waits for those. So a walk from one such head to the next goes round within as many links as
+    there are heads, however long the rows are.
+    """
+
+    def __init__(self, graph: EventGraph, starts: Ints) -> None:
+        self.leaves = graph.leaves
+        source, target = graph.source, graph.target
+        edges = np.flatnonzero((starts[source] == UNREACHED) & (starts[target] == UNREACHED))
+        edges = edges[np.argsort(target[edges], kind="stable")]
+        self.target = target[edges]
+        self.source = source[edges]
+        self.awaited, self.waiting = graph.awaited[edges], graph.waiting[edges]
+        self.reason = graph.reason[edges]
+        self.node = graph.node[graph.leaves.cell]
+        operations = np.zeros(len(graph.leaves), bool)
+        operations[graph.leaves.are(*OPERATIONS)] = True
+        standing = np.flatnonzero(~operations & (starts[self.node] == UNREACHED))
+        ranks, first = np.unique(self.leaves.rank[standing], return_index=True)
+        self.head_of_rank = dict(zip(ranks.tolist(), standing[first].tolist(), strict=True))
+
+    def cycle(self) -> list[Wait]:
+        """A cycle of heads: each waits for the next, the last for the first."""
+        node = int(self.target[0])
+        seen: dict[int, int] = {}
+        path: list[Wait] = []
+        while node not in seen:
+            seen[node] = len(path)
+            path.append(self._wait(node))
+            node = int(self.node[path[-1].awaited])
+        return path[seen[node] :]
+
+    def _wait(self, node: int) -> Wait:
+        """What a node waits for: what its rank has to do first, else what is ahead in its lane, else what it needs."""
+        start, end = np.searchsorted(self.target, [node, node + 1])
+        edge = min(range(start, end), key=lambda number: _BY_REASON[REASONS[self.reason[number]]])
+        waiting, awaited, reason = int(self.waiting[edge]), int(self.awaited[edge]), REASONS[self.reason[edge]]
+        if reason in ("program", "post"):
+            return Wait(waiting, self.head_of_rank[int(self.leaves.rank[awaited])], reason)
+        if reason == "lane":
+            return Wait(waiting, self._head_of_lane(awaited), reason)
+        return Wait(waiting, awaited, reason)
+
+    def _head_of_lane(self, operation: int) -> int:
+        while True:
+            start, end = np.searchsorted(self.target, [self.node[operation], self.node[operation] + 1])
+            ahead = [
+                int(self.awaited[edge])
+                for edge in range(start, end)
+                if self.waiting[edge] == operation and REASONS[self.reason[edge]] == "lane"
+            ]
+            if not ahead:
+                return operation
+            operation = ahead[0]
+
+
+#: Which reason explains a wait best, if there are several.
+_BY_REASON: Final = {
+    reason: number for number, reason in enumerate(("post", "program", "lane", "room", "message", "use", "data"))
+}
 
 
 def _told(leaves: Leaves, cycle: list[Wait], model: CommModel) -> Finding:
     """In words: per rank where it is stuck, and what it would do for the rank before if it were not."""
     stays = _stays(leaves, cycle)
     links = []
-    for number, (stuck, wanted) in enumerate(stays):
+    for number, (stuck, wanted, reason) in enumerate(stays[:MOST_LINKS]):
         rank, action = int(leaves.rank[stuck]), action_at(leaves, stuck)
         behind = "" if wanted == stuck else f", ahead of {action_at(leaves, wanted)},"
+        room = " (its lane is full)" if reason == "room" else ""
         who = f"rank {rank} waits" if number == 0 else f"rank {rank}, which waits"
-        links.append(f"{who} in {action}{behind} for ")
-    message = "".join(links) + f"rank {leaves.rank[stays[0][0]]}"
+        links.append(f"{who} in {action}{behind}{room} for ")
+    skipped = f"{len(stays) - MOST_LINKS} more ranks, and at last " if len(stays) > MOST_LINKS else ""
+    message = "".join(links) + skipped + f"rank {leaves.rank[stays[0][0]]}"
     rank, step = position(leaves, stays[0][0])
-    marks = tuple(dict.fromkeys(position(leaves, place) for stay in stays for place in stay))
+    marks = tuple(dict.fromkeys(position(leaves, place) for stay in stays[:MOST_LINKS] for place in stay[:2]))
+    movable = "penstock.repair(schedule, model) can move communication"
     return Finding(
         "deadlock",
         rank,
         step,
         action_at(leaves, stays[0][0]),
         f"{message} (under {model})",
-        "reorder: penstock.repair can move communication",
+        f"reorder: {movable}" if leaves.has_transfers else "reorder these: no order of transfers can help",
         marks,
     )
 
 
-def _stays(leaves: Leaves, cycle: list[Wait]) -> list[tuple[int, int]]:
-    """For each rank on the way round: where it is stuck, and what the rank before waits for it to do."""
+def _stays(leaves: Leaves, cycle: list[Wait]) -> list[tuple[int, int, str]]:
+    """For each rank on the way round: where it is stuck, what the rank before waits for it to do, and why it waits."""
     ranks = [int(leaves.rank[wait.waiting]) for wait in cycle]
     changes = [number for number in range(len(cycle)) if ranks[number] != ranks[number - 1]] or [0]
     start = min(changes, key=lambda number: ranks[number])
     turned = cycle[start:] + cycle[:start]
-    stays: list[tuple[int, int]] = []
+    stays: list[tuple[int, int, str]] = []
     for number, wait in enumerate(turned):
-        # An operation in line behind another is not where the rank is stuck: the one at the head is.
-        same_rank = leaves.rank[wait.awaited] == leaves.rank[wait.waiting]
-        stuck = wait.awaited if same_rank else wait.waiting
+        # What comes later, on the rank or in a lane, is not where it is stuck: the one at the head is.
+        stuck = wait.awaited if wait.reason in ("program", "post", "lane") else wait.waiting
         if number == 0 or leaves.rank[wait.waiting] != leaves.rank[turned[number - 1].waiting]:
-            stays.append((stuck, wait.waiting))
+            stays.append((stuck, wait.waiting, wait.reason))
         else:
-            stays[-1] = (stuck, stays[-1][1])
+            stays[-1] = (stuck, stays[-1][1], wait.reason)
     return stays

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import Action
 
 #: More than this tells nobody more.
-MOST_FINDINGS: Final = 40
+MOST_FINDINGS: Final = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,7 @@ def action_at(leaves: Leaves, place: int) -> Action:
 def position(leaves: Leaves, place: int) -> tuple[int, int]:
     """The rank and the step of this place."""
     rank = int(leaves.rank[place])
-    first = packed.cell_starts(leaves.schedule.codes[: leaves.schedule.offsets[rank]])
-    return rank, int(leaves.cell[place]) - len(first)
+    return rank, int(leaves.cell[place] - leaves.first_cell[rank])
 
 
 def told(problems: Iterable[Problem]) -> list[Finding]:

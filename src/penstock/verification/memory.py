@@ -23,15 +23,19 @@ def over_memory(leaves: Leaves, limit: float) -> Iterator[Problem]:
     change = np.zeros(len(leaves), np.int64)
     change[leaves.are(FORWARD)] = 1
     change[leaves.are(FULL_BACKWARD, BACKWARD_WEIGHT)] = -1
-    total = np.cumsum(change)
-    starts = np.flatnonzero(np.append(True, np.diff(leaves.rank) > 0)) if len(leaves) else np.empty(0, np.int64)
-    before = np.repeat(total[starts] - change[starts], np.diff(np.append(starts, len(leaves))))
-    held = total - before
-    over = np.flatnonzero(held > limit)
-    _, first = np.unique(leaves.rank[over], return_index=True)
+    # What runs together is held together: in an overlap the forwards count before the backwards.
+    order = np.lexsort([-change, leaves.cell])
+    total = np.cumsum(change[order])
+    ranks = leaves.rank[order]
+    first = np.flatnonzero(np.append(True, ranks[1:] != ranks[:-1])) if len(leaves) else np.empty(0, np.int64)
+    before = np.repeat(total[first] - change[order][first], np.diff(np.append(first, len(leaves))))
+    held = np.empty(len(leaves), np.int64)
+    held[order] = total - before
+    over = order[(total - before) > limit]
+    _, first_over = np.unique(leaves.rank[over], return_index=True)
 
     def tell(place: int) -> Finding:
-        words = f"with {{}} the rank holds {held[place]} activations, and {limit:g} is the limit"
+        words = f"with {{}} the rank holds {held[place]} activations, and {limit} is the limit"
         return at(leaves, "memory", words, "run a backward before it")(place)
 
-    yield Problem("memory", over[first], tell)
+    yield Problem("memory", over[first_over], tell)

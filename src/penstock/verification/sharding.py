@@ -72,6 +72,11 @@ def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
         reductions[again],
         at(leaves, "reduced_twice", "{} is there a second time", "drop it"),
     )
+    yield Problem(
+        "reduced_early",
+        reductions[~again & (last[leaves.stage[reductions]] < 0)],
+        at(leaves, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
+    )
     early = ~again & (last[leaves.stage[reductions]] > reductions)
     yield Problem(
         "reduced_early",
