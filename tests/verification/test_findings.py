@@ -199,6 +199,11 @@ def test_two_defects_at_once():
     assert {"unmatched", "misplaced", "missing"} <= {finding.kind for finding in ps.check(broken)}
 
 
+def test_nothing_but_transfers():
+    schedule = ps.Schedule([["0SEND_F0"], ["1RECV_F0"]])
+    assert {finding.kind for finding in ps.check(schedule)} == {"missing"}
+
+
 def test_the_way_round_is_short_however_long_the_rows_are():
     count = 2000
     first = ["2F1999", *(f"{stage}F{number}" for number in range(count - 1) for stage in (0, 2)), "0F1999"]

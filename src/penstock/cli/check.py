@@ -52,6 +52,8 @@ def check_command(
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     chosen = DEFAULT_MODEL if model is None else _parsed(model)
+    if memory_limit is not None and memory_limit.is_integer():
+        memory_limit = int(memory_limit)
     try:
         schedule = lower(schedule, model=chosen) if lowered else schedule
         findings = check(schedule, model=chosen, memory_limit=memory_limit)

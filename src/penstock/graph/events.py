@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph.sorting import order_by
 from penstock.ir.dependencies import OPERATIONS, TRANSFERS
 
 if TYPE_CHECKING:
@@ -118,10 +119,11 @@ def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
     in_a_row = leaves.rank[blocking[1:]] == leaves.rank[blocking[:-1]]
     operations = np.concatenate([pairs.send, pairs.receive])
     before = np.searchsorted(blocking, operations) - 1
-    behind = (before >= 0) & (leaves.rank[blocking[np.maximum(before, 0)]] == leaves.rank[operations])
+    operations, ahead = operations[before >= 0], blocking[before[before >= 0]]
+    same_rank = leaves.rank[ahead] == leaves.rank[operations]
     return [
         ("program", blocking[:-1][in_a_row], blocking[1:][in_a_row]),
-        ("post", blocking[before[behind]], operations[behind]),
+        ("post", ahead[same_rank], operations[same_rank]),
     ]
 
 
@@ -150,7 +152,7 @@ def _lanes(leaves: Leaves, pairs: Matches, lanes: str) -> tuple[Ints, Ints]:
         lane = lane * leaves.schedule.ranks + peers
     if lanes == "direction":
         lane = lane * 2 + sending
-    order = np.lexsort([operations, lane])
+    order = order_by(lane, operations)
     same = lane[order][1:] == lane[order][:-1]
     return operations[order][:-1][same], operations[order][1:][same]
 
@@ -158,7 +160,7 @@ def _lanes(leaves: Leaves, pairs: Matches, lanes: str) -> tuple[Ints, Ints]:
 def _room(leaves: Leaves, pairs: Matches, capacity: int) -> tuple[Ints, Ints]:
     """The n-th send of one rank to another waits for the receive of as many before it as the lane does not hold."""
     channel = leaves.rank[pairs.send] * leaves.schedule.ranks + leaves.rank[pairs.receive]
-    by_send, by_receive = np.lexsort([pairs.send, channel]), np.lexsort([pairs.receive, channel])
+    by_send, by_receive = order_by(channel, pairs.send), order_by(channel, pairs.receive)
     count = max(0, len(channel) - capacity)
     same = channel[by_send][capacity:] == channel[by_send][:count]
     return pairs.receive[by_receive][:count][same], pairs.send[by_send][capacity:][same]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph.sorting import order_by
 from penstock.ir.actions import LARGEST_INDEX
 from penstock.ir.dependencies import TRANSFERS
 from penstock.ir.numbers import whole_number
@@ -43,7 +44,7 @@ def defer_receives(schedule: Schedule, look_ahead: int = 0) -> Schedule:
     place = np.minimum(np.maximum(first_of_cell[wanted], receives), flushed)
     trigger[receives] = place
     order_at_trigger[receives] = np.where((place == flushed) | (wanted != user), receives, user)
-    order = np.lexsort([order_at_trigger, trigger])
+    order = order_by(trigger, order_at_trigger)
     return rebuilt(schedule, leaves.codes[order], leaves.rank[order])
 
 

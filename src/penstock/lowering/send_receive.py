@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph.sorting import order_by
 from penstock.graph.walk import UNREACHED, longest_path
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFERS
@@ -52,8 +53,9 @@ def send_receive(schedule: Schedule) -> Schedule:
             ranks.append(rank)
             turns.append(turn[sent])
             places.append(sent + len(leaves))  # in one turn: first the action, then what it sends, part by part
-    order = np.lexsort([np.concatenate(part) for part in (places, turns, ranks)])
-    return rebuilt(schedule, np.concatenate(codes)[order], np.concatenate(ranks)[order])
+    rank_of = np.concatenate(ranks)
+    order = order_by(rank_of, np.concatenate(turns), np.concatenate(places))
+    return rebuilt(schedule, np.concatenate(codes)[order], rank_of[order])
 
 
 def _rounds(leaves: Leaves) -> NDArray[np.int64]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.graph.sorting import order_by
 from penstock.ir.actions import BACKWARD_WEIGHT, COMPUTE, FULL_BACKWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
 from penstock.verification.findings import Finding, Problem, at
 
@@ -20,7 +21,7 @@ def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
     if not len(leaves.are(UNSHARD, RESHARD)):
         return
     places = leaves.are(UNSHARD, RESHARD, *COMPUTE)
-    places = places[np.lexsort([places, leaves.stage[places]])]
+    places = places[order_by(leaves.stage[places], places)]
     changes = leaves.is_kind(places, UNSHARD) | leaves.is_kind(places, RESHARD)
     # The last change before each of them, if it is of the same stage.
     number = np.arange(len(places))

@@ -1,0 +1,26 @@
+"""Sorting by several keys at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+
+def order_by(*keys: Ints) -> Ints:
+    """How to sort by the first key, then by the second, and so on; keys are not negative, and no two rows are equal.
+
+    One number made of all the keys is sorted several times faster than the keys one after the other.
+    """
+    sizes = [int(key.max(initial=0)) + 1 for key in keys]
+    if sum(size.bit_length() for size in sizes) > 62:
+        return np.lexsort(keys[::-1])
+    whole = keys[0]
+    for key, size in zip(keys[1:], sizes[1:], strict=True):
+        whole = whole * size + key
+    return np.argsort(whole)
