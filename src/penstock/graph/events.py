@@ -51,7 +51,7 @@ class EventGraph:
     node: Ints
     awaited: Ints
     waiting: Ints
-    reason: Ints
+    reason: NDArray[np.int8]
 
     @property
     def source(self) -> Ints:
@@ -106,7 +106,10 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
         node,
         np.concatenate([awaited for _, awaited, _ in edges]),
         np.concatenate([waiting for _, _, waiting in edges]),
-        np.concatenate([np.full(len(awaited), REASONS.index(reason)) for reason, awaited, _ in edges]),
+        np.repeat(
+            np.array([REASONS.index(reason) for reason, _, _ in edges], np.int8),
+            [len(awaited) for _, awaited, _ in edges],
+        ),
     )
 
 
@@ -118,8 +121,8 @@ def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
     blocking = blocking[np.append(True, np.diff(leaves.cell[blocking]) > 0)] if len(blocking) else blocking
     in_a_row = leaves.rank[blocking[1:]] == leaves.rank[blocking[:-1]]
     operations = np.concatenate([pairs.send, pairs.receive])
-    before = np.searchsorted(blocking, operations) - 1
-    operations, ahead = operations[before >= 0], blocking[before[before >= 0]]
+    last = np.maximum.accumulate(np.where(is_transfer, NOWHERE, np.arange(len(leaves))))[operations]
+    operations, ahead = operations[last != NOWHERE], last[last != NOWHERE]
     same_rank = leaves.rank[ahead] == leaves.rank[operations]
     return [
         ("program", blocking[:-1][in_a_row], blocking[1:][in_a_row]),

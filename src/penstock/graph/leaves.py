@@ -112,13 +112,13 @@ class Leaves:
         return np.asarray(self.kind[places] == packed.TYPE_NUMBER[kind])
 
     def first_at_home(self, kinds: Iterable[ComputationType]) -> Places:
-        """Where the actions of these types are, without repetitions and those that are on a wrong rank."""
+        """Where the actions of these types are, in order, without repetitions and those that are on a wrong rank."""
         found = []
         for kind in kinds:
             table = self.table(kind)
             places = table[table != NOWHERE]
             found.append(places[self.home[self.stage[places]] == self.rank[places]])
-        return np.concatenate(found)
+        return np.sort(np.concatenate(found))
 
     @cached_property
     def has_transfers(self) -> bool:
