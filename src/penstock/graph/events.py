@@ -17,7 +17,7 @@ No edge stands for what another check reports: an action that is missing, or bef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.graph.models import CommModel
 
-    Ints = NDArray[np.int64]
+    Ints = NDArray[np.signedinteger[Any]]
 
 REASONS: Final = ("program", "post", "lane", "use", "message", "room", "data")
 
@@ -91,7 +91,7 @@ def matches(leaves: Leaves) -> Matches:
 def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
     """The graph of a schedule under a model. O(n log n)."""
     pairs = matches(leaves)
-    node = np.arange(int(leaves.cell[-1]) + 1 if len(leaves) else 0)
+    node = np.arange(int(leaves.cell[-1]) + 1 if len(leaves) else 0, dtype=np.int32)
     if model.capacity == 0:
         node[leaves.cell[pairs.receive]] = leaves.cell[pairs.send]
     edges = [*_program(leaves, pairs), *_uses(leaves, pairs)]
@@ -117,11 +117,13 @@ def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
     """A rank's own actions in a row, and its transfers each behind the action before it."""
     is_transfer = np.zeros(len(leaves), bool)
     is_transfer[leaves.are(*OPERATIONS)] = True
-    blocking = np.flatnonzero(~is_transfer)
+    blocking = np.flatnonzero(~is_transfer).astype(np.int32)
     blocking = blocking[np.append(True, np.diff(leaves.cell[blocking]) > 0)] if len(blocking) else blocking
     in_a_row = leaves.rank[blocking[1:]] == leaves.rank[blocking[:-1]]
     operations = np.concatenate([pairs.send, pairs.receive])
-    last = np.maximum.accumulate(np.where(is_transfer, NOWHERE, np.arange(len(leaves))))[operations]
+    last = np.maximum.accumulate(np.where(is_transfer, np.int32(NOWHERE), np.arange(len(leaves), dtype=np.int32)))[
+        operations
+    ]
     operations, ahead = operations[last != NOWHERE], last[last != NOWHERE]
     same_rank = leaves.rank[ahead] == leaves.rank[operations]
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import ComputationType
     from penstock.ir.schedule import Schedule
 
-    Places = NDArray[np.int64]
+    Places = NDArray[np.signedinteger[Any]]
 
 #: Stands for an action that is not there.
 NOWHERE = -1
@@ -51,10 +51,11 @@ class Leaves:
             )
         everything = schedule.codes
         busy = everything != packed.IDLE
-        ranks = np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
+        # Places, ranks and stages fit into 32 bits, and the time of all this is the time that memory takes.
+        ranks = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.offsets))
         self.codes = everything[busy]
         self.rank = ranks[busy]
-        self.cell = (np.cumsum(~packed.is_joined(everything)) - 1)[busy]
+        self.cell = (np.cumsum(~packed.is_joined(everything), dtype=np.int32) - 1)[busy]
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -68,22 +69,22 @@ class Leaves:
     @cached_property
     def stage(self) -> Places:
         """The stage of each."""
-        return packed.stages(self.codes)
+        return packed.stages(self.codes).astype(np.int32)
 
     @cached_property
     def kind(self) -> Places:
         """The type of each, as a number of ``packed.TYPE_NUMBER``."""
-        return packed.types(self.codes)
+        return packed.types(self.codes).astype(np.int8)
 
     @cached_property
     def microbatch(self) -> Places:
         """The microbatch of each, -1 where there is none."""
-        return packed.microbatches(self.codes)
+        return packed.microbatches(self.codes).astype(np.int32)
 
     @cached_property
-    def home(self) -> NDArray[np.int64]:
+    def home(self) -> Places:
         """The rank that each stage is placed on."""
-        return np.array(self.schedule.placement.rank_of, np.int64)
+        return np.array(self.schedule.placement.rank_of, np.int32)
 
     @cached_property
     def in_range(self) -> NDArray[np.bool_]:
@@ -104,7 +105,7 @@ class Leaves:
             chosen = self.kind == packed.TYPE_NUMBER[kinds[0]]
             for kind in kinds[1:]:
                 chosen |= self.kind == packed.TYPE_NUMBER[kind]
-            self._found[kinds] = np.flatnonzero(chosen)
+            self._found[kinds] = np.flatnonzero(chosen).astype(np.int32)
         return self._found[kinds]
 
     def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
@@ -133,9 +134,9 @@ class Leaves:
         """Where the action of this type is, for every stage times ``microbatches`` plus microbatch: the first one."""
         number = packed.TYPE_NUMBER[kind]
         if number not in self._tables:
-            places = np.flatnonzero((self.kind == number) & self.in_range)[::-1]  # the first is written last
+            places = np.flatnonzero((self.kind == number) & self.in_range)[::-1].astype(np.int32)  # the first last
             slots = self.stage[places] * self.microbatches + self.microbatch[places]
-            table = np.full(self.stages * self.microbatches, NOWHERE, np.int64)
+            table = np.full(self.stages * self.microbatches, NOWHERE, np.int32)
             table[slots] = places
             self._tables[number] = table
         return self._tables[number]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
+    Ints = NDArray[np.signedinteger[Any]]
 
 
 def order_by(*keys: Ints) -> Ints:
@@ -20,7 +20,7 @@ def order_by(*keys: Ints) -> Ints:
     sizes = [int(key.max(initial=0)) + 1 for key in keys]
     if sum(size.bit_length() for size in sizes) > 62:
         return np.lexsort(keys[::-1])
-    whole = keys[0]
+    whole = keys[0].astype(np.int64)
     for key, size in zip(keys[1:], sizes[1:], strict=True):
         whole = whole * size + key
     return np.argsort(whole, kind="stable")  # the rows mostly come in runs that are sorted already

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
+    AnyInts = NDArray[np.signedinteger[Any]]
 
 #: From so many edges on the compiler pays, if it has to be loaded first, or is there already.
 WORTH_LOADING: Final = 200_000
@@ -27,14 +28,14 @@ WORTH_CALLING: Final = 200
 UNREACHED: Final = -1
 
 
-def longest_path(nodes: int, source: Ints, target: Ints, weight: Ints) -> Ints:
+def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:
     """The earliest start of every node if a target starts no sooner than its source plus the weight of the edge.
 
     Nodes on a cycle, or behind one, are ``UNREACHED``. O(nodes + edges).
     """
     if not worth_compiling(len(source)):
         return np.array(_plain(nodes, source.tolist(), target.tolist(), weight.tolist()), np.int64)
-    result: Ints = _compiled()(nodes, source, target, weight)
+    result: Ints = _compiled()(nodes, source.astype(np.int32), target.astype(np.int32), weight)
     return result
 
 
@@ -62,7 +63,7 @@ def _plain(nodes: int, source: list[int], target: list[int], weight: list[int]) 
     return [UNREACHED if missing[node] else start[node] for node in range(nodes)]
 
 
-def _kernel(nodes: int, source: Ints, target: Ints, weight: Ints) -> Ints:  # noqa: C901 - one pass, to be compiled
+def _kernel(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:  # noqa: C901 - one pass, to be compiled
     edges = len(source)
     first = np.zeros(nodes + 1, np.int32)
     missing = np.zeros(nodes, np.int32)
@@ -73,7 +74,7 @@ def _kernel(nodes: int, source: Ints, target: Ints, weight: Ints) -> Ints:  # no
         first[node + 1] += first[node]
     # What comes after each node, side by side: the walk then reads it in one go.
     after = np.empty(edges, np.int32)
-    length = np.empty(edges, np.int32)
+    length = np.empty(edges, weight.dtype)
     fill = first[:-1].copy()
     for edge in range(edges):
         slot = fill[source[edge]]

@@ -331,7 +331,7 @@ class _Rows(Sequence[Row]):
 
 def _frozen(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     """A copy that nobody can make writeable again."""
-    return np.frombuffer(numbers.astype(np.int64).tobytes(), np.int64)
+    return np.frombuffer(np.ascontiguousarray(numbers, np.int64).tobytes(), np.int64)
 
 
 def _in_rank_order(rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]) -> list[Iterable[Cell]]:

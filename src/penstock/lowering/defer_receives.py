@@ -83,7 +83,7 @@ def _next_send_to_a_higher_rank(leaves: Leaves, receives: NDArray[np.int64]) -> 
             other = leaves.stage[mine] + offset
             inside = (other >= 0) & (other < leaves.schedule.stages)
             peer[mine[inside]] = leaves.home[other[inside]]
-    pair = leaves.rank * ranks + peer
+    pair = leaves.rank.astype(np.int64) * ranks + peer
     sends = leaves.are(*(transfer.send for transfer in TRANSFERS))
     sends = sends[peer[sends] > leaves.rank[sends]]
     keys = np.sort(pair[sends] * len(leaves) + sends)

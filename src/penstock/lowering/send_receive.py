@@ -37,7 +37,7 @@ def send_receive(schedule: Schedule) -> Schedule:
     schedule = without_idle(schedule)
     leaves = Leaves(schedule)
     turn = _rounds(leaves)[leaves.cell] * schedule.ranks + leaves.rank
-    codes, ranks, turns, places = [leaves.codes], [leaves.rank], [turn], [np.arange(len(leaves))]
+    codes, ranks, turns, places = [leaves.codes], [leaves.rank], [turn], [np.arange(len(leaves), dtype=np.int32)]
     for transfer in TRANSFERS:
         sent = leaves.are(*transfer.made_by)
         target = leaves.stage[sent] + transfer.stage_offset
@@ -61,19 +61,19 @@ def send_receive(schedule: Schedule) -> Schedule:
 def _rounds(leaves: Leaves) -> NDArray[np.int64]:
     """The round in which every cell gets its turn."""
     cells = int(leaves.cell[-1]) + 1 if len(leaves) else 0
-    rank = np.zeros(cells, np.int64)
+    rank = np.zeros(cells, np.int32)
     rank[leaves.cell] = leaves.rank
-    later = np.flatnonzero(rank[1:] == rank[:-1]) + 1
+    later = np.flatnonzero(rank[1:] == rank[:-1]).astype(np.int32) + np.int32(1)
     consumer, producer = leaves.inputs
     from_elsewhere = (producer != NOWHERE) & (leaves.rank[consumer] != leaves.rank[producer])
     consumer, producer = consumer[from_elsewhere], producer[from_elsewhere]
     # Within a round the lower rank comes first: what it makes, a higher one may use in the same round.
-    wait = (leaves.rank[producer] > leaves.rank[consumer]).astype(np.int64)
+    wait = (leaves.rank[producer] > leaves.rank[consumer]).astype(np.int8)
     rounds = longest_path(
         cells,
         np.concatenate([later - 1, leaves.cell[producer]]),
         np.concatenate([later, leaves.cell[consumer]]),
-        np.concatenate([np.ones(len(later), np.int64), wait]),
+        np.concatenate([np.ones(len(later), np.int8), wait]),
     )
     if (rounds == UNREACHED).any():
         raise ScheduleError("some action waits for ever, so there is no order for its transfers; check the schedule")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.graph.leaves import Leaves
     from penstock.graph.models import CommModel
 
-    Ints = NDArray[np.int64]
+    Ints = NDArray[np.signedinteger[Any]]
 
 #: A longer way round tells nobody more.
 MOST_LINKS: Final = 12
@@ -50,7 +50,7 @@ def deadlocked(leaves: Leaves, model: CommModel) -> Iterator[Problem]:
 
 
 def _starts(graph: EventGraph) -> Ints:
-    return longest_path(len(graph.node), graph.source, graph.target, np.ones(len(graph.awaited), np.int64))
+    return longest_path(len(graph.node), graph.source, graph.target, np.ones(len(graph.awaited), np.int8))
 
 
 class _Stuck:
