@@ -105,7 +105,7 @@ class Leaves:
             chosen = self.kind == packed.TYPE_NUMBER[kinds[0]]
             for kind in kinds[1:]:
                 chosen |= self.kind == packed.TYPE_NUMBER[kind]
-            self._found[kinds] = np.flatnonzero(chosen).astype(np.int32)
+            self._found[kinds] = chosen.nonzero()[0].astype(np.int32)
         return self._found[kinds]
 
     def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
@@ -134,7 +134,7 @@ class Leaves:
         """Where the action of this type is, for every stage times ``microbatches`` plus microbatch: the first one."""
         number = packed.TYPE_NUMBER[kind]
         if number not in self._tables:
-            places = np.flatnonzero((self.kind == number) & self.in_range)[::-1].astype(np.int32)  # the first last
+            places = ((self.kind == number) & self.in_range).nonzero()[0][::-1].astype(np.int32)  # the first last
             slots = self.stage[places] * self.microbatches + self.microbatch[places]
             table = np.full(self.stages * self.microbatches, NOWHERE, np.int32)
             table[slots] = places

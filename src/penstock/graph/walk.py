@@ -35,7 +35,7 @@ def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
     """
     if not worth_compiling(len(source)):
         return np.array(_plain(nodes, source.tolist(), target.tolist(), weight.tolist()), np.int64)
-    result: Ints = _compiled()(nodes, source.astype(np.int32), target.astype(np.int32), weight)
+    result: Ints = _compiled()(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32), weight)
     return result
 
 

@@ -141,11 +141,13 @@ def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
         return False
     if (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS).astype(bool)).any():
         return False
-    together = np.flatnonzero(codes & JOINED)
+    together = (codes & JOINED).nonzero()[0]
     if not len(together):
         return True
-    inside_a_row = not np.isin(together, offsets).any()
-    return bool(inside_a_row and _IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
+    begins_a_row = codes[offsets[:-1][offsets[:-1] < len(codes)]] & JOINED
+    if begins_a_row.any():
+        return False
+    return bool(_IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

@@ -67,7 +67,7 @@ def _places(
     chosen = notes == wanted[0]
     for note in wanted[1:]:
         chosen |= notes == note
-    return np.flatnonzero(chosen)
+    return np.asarray(chosen.nonzero()[0])
 
 
 @cache
