@@ -62,15 +62,16 @@ def build_and_look(name: str, stages_per_rank: int) -> object:
 def growth(repeats: int) -> bool:
     """The time for four times the actions over the time, in both directions. True if it is linear."""
     print(f"\ntime(4n) / time(n), median of {repeats}; at most {LARGEST_GROWTH} if linear\n")
-    columns = ["4x microbatches", "4x ranks", "2x both"]
-    print(f"{'':22} {'n':>22} {columns[0]:>16} {columns[1]:>16} {columns[2]:>16}")
+    columns = ["4x microbatches", "4x ranks", "2x both", "4x ranks at m=2"]
+    print(f"{'':22} {'n':>22} {' '.join(f'{column:>16}' for column in columns)}")
     linear = True
     for recipe in RECIPES:
-        sizes = [(16, 512), (16, 2048), (64, 512), (32, 1024)]
+        sizes = [(16, 512), (16, 2048), (64, 512), (32, 1024), (64, 2), (256, 2)]
         timings = alternate(
             *(partial(ps.build, recipe.name, ranks=ranks, microbatches=m) for ranks, m in sizes), repeats=repeats
         )
-        ratios = [timing.median / timings[0].median for timing in timings[1:]]
+        ratios = [timing.median / timings[0].median for timing in timings[1:4]]
+        ratios.append(timings[5].median / timings[4].median)  # far fewer microbatches than ranks
         linear &= max(ratios) <= LARGEST_GROWTH
         drawn = " ".join(f"{ratio:16.2f}" for ratio in ratios)
         print(f"{recipe.name:22} {timings[0].median * 1e3:19.2f} ms {drawn}")
