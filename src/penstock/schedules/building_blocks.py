@@ -37,7 +37,10 @@ _NEVER: Final = 1 << 60
 
 
 def repeat_and_compact(blocks: Sequence[Block], microbatches: int) -> list[Codes]:
-    """The rows of the ranks that these blocks are for. O(number of actions) ticks, each rank O(1) choices a tick."""
+    """The rows of the ranks that these blocks are for.
+
+    A rank looks for its next action only when it or a neighbour has run one: O(number of actions) looks.
+    """
     orders = [_repeated(block, microbatches) for block in blocks]
     limit = max(max(np.cumsum([_LIVE[note] for note in order])) for order in orders)
     done_forward = [array("q", [_NEVER]) * microbatches for _ in range(2 * len(blocks))]
@@ -45,13 +48,15 @@ def repeat_and_compact(blocks: Sequence[Block], microbatches: int) -> list[Codes
     ranks = [
         _Rank(rank, order, int(limit), microbatches, done_forward, done_input) for rank, order in enumerate(orders)
     ]
-    tick, busy = 0, ranks
-    while busy:
-        chosen = [(rank, rank.choose(tick)) for rank in busy]  # all choose before any runs: a tick takes its time
+    tick, awake = 0, set(range(len(ranks)))
+    while awake:
+        chosen = [(rank, ranks[rank].choose(tick)) for rank in awake]  # before any runs: a tick takes its time
+        awake = set()
         for rank, note in chosen:
             if note is not None:
-                rank.run(note, tick + 1)
-        busy = [rank for rank in busy if rank.left]
+                ranks[rank].run(note, tick + 1)
+                awake.update((rank - 1, rank, rank + 1))  # nobody else can have gained a choice
+        awake = {rank for rank in awake if 0 <= rank < len(ranks) and ranks[rank].left}
         tick += 1
     return [rank.codes() for rank in ranks]
 
@@ -62,13 +67,14 @@ def _repeated(block: Block, microbatches: int) -> list[int]:
     assert len(at) == 4 * microbatches, f"two passes of the block {block} fall on one tick"
     order: list[int] = []
     owed: deque[int] = deque()
-    for tick in range(max(at) + 1):
-        if (note := at.get(tick)) is not None:
-            order.append(note)
-            if note in (_I1, _I0):
-                owed.append(_W1 if note == _I1 else _W0)
-        elif owed:
+    free_from = 0
+    for tick, note in sorted(at.items()):
+        for _ in range(min(len(owed), tick - free_from)):
             order.append(owed.popleft())
+        order.append(note)
+        if note in (_I1, _I0):
+            owed.append(_W1 if note == _I1 else _W0)
+        free_from = tick + 1
     return [*order, *owed]
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.filling import only_real
 from penstock.schedules.phases import play
 from penstock.schedules.sizes import checked_sizes
 
@@ -32,10 +31,8 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     rank 1 (2F3;1B1)OVERLAP_F_B 2B2                  1B2 2I3 1I3 2W3 1W3
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
-    whole = max(microbatches, 2 * ranks)  # the pattern needs as many; fewer are cut out of it
-    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
-    if whole > microbatches:
-        rows = [only_real(row, microbatches) for row in rows]
+    whole = max(microbatches, 2 * ranks)  # the pattern needs as many; the player leaves out what is not there
+    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank), microbatches) for rank in range(ranks)]
     return Schedule.from_codes(
         rows, placement=Placement.v(ranks, 2 * ranks), microbatches=microbatches, metadata={"name": "DualPipeV"}
     )

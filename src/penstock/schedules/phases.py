@@ -2,78 +2,127 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from penstock.ir import packed
-from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, ComputationType
+from penstock.ir.actions import ComputationType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from penstock.ir.packed import Codes
 
-_NOTES: Final = ("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1", "W")
-_F0, _F1, _B0, _B1, _I0, _I1, _W0, _W1, _W = range(len(_NOTES))
-
-#: The first action of each note on stage 0, and whether it is of the first or the second stage.
-_AT_STAGE_0: Final = np.array([packed.pack(0, ComputationType(name[0]), 0) for name in _NOTES])
-_CHUNKS: Final = np.array([int(name[1:] or 0) for name in _NOTES])
-
-#: Which notes count microbatches together: a whole backward and its first half are one sequence.
-_COUNTED: Final = ((_F0,), (_F1,), (_B0, _I0), (_B1, _I1))
-#: Which weight gradients pay for which input gradients.
-_OWED: Final = ((_W0, (_I0,)), (_W1, (_I1,)), (_W, (_I0, _I1)))
+#: The first action of each note on stage 0.
+_FIRST: Final = {
+    note: int(packed.pack(0, ComputationType(note[0]), 0)) for note in ("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1")
+}
+#: What a note is counted with: a whole backward and its first half are one sequence of microbatches.
+_SEQUENCE: Final = {"I0": "B0", "I1": "B1"}
+#: The weight gradients, and which input gradients owe them.
+_OWED_BY: Final = {"W0": ("I0",), "W1": ("I1",), "W": ("I0", "I1")}
 
 
-class _Pattern(NamedTuple):
-    """A pattern as bytes: which note, and whether it runs together with the one before."""
+class _Run(NamedTuple):
+    """A note of a phase: once in every repetition, at evenly spaced places of the row."""
 
-    notes: bytes
-    joined: bytes
+    note: str
+    is_joined: bool
+    times: int
+    place: int
+    stride: int
+    #: The number in its sequence: the first microbatch, or of a weight gradient how many came before.
+    number: int
 
 
-def play(phases: Iterable[tuple[str, int]], stages: tuple[int, int]) -> Codes:
+class _Debt(NamedTuple):
+    """The weight gradients that a run of input gradients owes: their numbers, evenly spaced."""
+
+    inputs: _Run
+    number: int
+    stride: int
+
+    def paid_by(self, weights: _Run) -> _Run | None:
+        """The part of these weight gradients that falls to this debt, now with microbatches; None if there is none."""
+        ahead = weights.number - self.number
+        first = max(0, -(-ahead // self.stride))
+        end = min(self.inputs.times, -(-(ahead + weights.times) // self.stride))
+        if first >= end:
+            return None
+        return _Run(
+            note="W" + self.inputs.note[1],
+            is_joined=weights.is_joined,
+            times=end - first,
+            place=weights.place + (first * self.stride - ahead) * weights.stride,
+            stride=weights.stride * self.stride,
+            number=self.inputs.number + first,
+        )
+
+
+def play(phases: Iterable[tuple[str, int]], stages: tuple[int, int], microbatches: int) -> Codes:
     """The actions of a rank with these two stages, from phases of (pattern, how often).
 
     In a pattern, ``F0`` is the next forward of the rank's first stage, ``B1`` or ``I1`` the next backward of its
     second; ``W1`` is the weight gradient of the earliest ``I1`` that still owes it, ``W`` the same for either stage;
-    ``F0+B1`` runs both together.
+    ``F0+B1`` runs both together. A note comes once in a pattern, and all of a schedule are ``W`` or none.
 
-    >>> packed.unpack_cells(play([("F0 F1", 1), ("F0+B1 F1", 1), ("I1 I0", 1), ("W", 2), ("B0", 1)], stages=(0, 3)))
+    The phases may be for more microbatches than there are: those hold their places and are left out. No action waits
+    for one of another microbatch, so what is left of an order that runs still runs. The time is for what is played.
+
+    >>> phases = [("F0 F1", 1), ("F0+B1 F1", 1), ("I1 I0", 1), ("W", 2), ("B0", 1)]
+    >>> packed.unpack_cells(play(phases, stages=(0, 3), microbatches=2))
     (0F0, 3F0, (0F1;3B0)OVERLAP_F_B, 3F1, 3I1, 0I0, 3W1, 0W0, 0B1)
+    >>> packed.unpack_cells(play(phases, stages=(0, 3), microbatches=1))
+    (0F0, 3F0, 3B0, 0I0, 0W0)
     """
-    played = [(_pattern(text), times) for text, times in phases if times > 0]
-    notes = np.frombuffer(b"".join(pattern.notes * times for pattern, times in played), np.uint8)
-    joined = np.frombuffer(b"".join(pattern.joined * times for pattern, times in played), np.uint8)
-    codes = packed.further(_AT_STAGE_0, np.array(stages)[_CHUNKS])[notes]
-    for counted in _COUNTED:
-        places = _places(notes, counted)
-        codes[places] = packed.later(codes[places], np.arange(len(places)))
-    for weight, inputs in _OWED:
-        places = _places(notes, (weight,))
-        if not len(places):
-            continue
-        owing = codes[_places(notes, inputs)[: len(places)]]
-        codes[places] = packed.retyped(owing, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    runs = [run for run in _runs(phases) if run.number < microbatches]
+    firsts = np.array([_FIRST[run.note] for run in runs])
+    firsts = packed.further(firsts, np.array([stages[int(run.note[1])] for run in runs]))
+    firsts = packed.later(firsts, np.array([run.number for run in runs]))
+
+    times = np.array([min(run.times, microbatches - run.number) for run in runs])
+    repetitions = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
+    places = (
+        np.repeat([run.place for run in runs], times) + np.repeat([run.stride for run in runs], times) * repetitions
+    )
+    in_order = places.argsort(kind="stable")  # a merge of evenly spaced runs, and few of them: linear
+
+    joined = np.repeat([run.is_joined for run in runs], times)[in_order]
+    joined[1:] &= np.diff(places[in_order]) == 1  # the one before may have been left out
+    codes = packed.later(np.repeat(firsts, times), repetitions)[in_order]
     return np.asarray(codes + joined * np.int64(packed.JOINED))
 
 
-def _places(
-    notes: np.ndarray[tuple[int], np.dtype[np.uint8]], wanted: tuple[int, ...]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    chosen = notes == wanted[0]
-    for note in wanted[1:]:
-        chosen |= notes == note
-    return np.asarray(chosen.nonzero()[0])
+def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
+    """The notes of the phases with their microbatches; weight gradients have those of the debts that they pay."""
+    place, count = 0, Counter[str]()
+    debts: dict[str, list[_Debt]] = {queue: [] for queue in _OWED_BY}
+    paying: list[_Run] = []
+    for text, times in phases:
+        if times <= 0:
+            continue
+        pattern = _pattern(text)
+        runs: dict[str, _Run] = {}
+        for offset, (note, is_joined) in enumerate(pattern):
+            sequence = _SEQUENCE.get(note, note)
+            runs[note] = _Run(note, is_joined, times, place + offset, len(pattern), count[sequence])
+            count[sequence] += times
+        place += times * len(pattern)
+        for queue, owing in _OWED_BY.items():
+            inputs = [run for note, run in runs.items() if note in owing]
+            for position, run in enumerate(inputs):
+                debts[queue].append(_Debt(run, count[f"debts of {queue}"] + position, len(inputs)))
+            count[f"debts of {queue}"] += times * len(inputs)
+        paying += (run for note, run in runs.items() if note in _OWED_BY)
+        yield from (run for note, run in runs.items() if note not in _OWED_BY)
+    for weights in paying:
+        yield from filter(None, (debt.paid_by(weights) for debt in debts[weights.note]))
 
 
 @cache
-def _pattern(text: str) -> _Pattern:
-    together = [group.split("+") for group in text.split()]
-    return _Pattern(
-        bytes(_NOTES.index(note) for group in together for note in group),
-        bytes(position > 0 for group in together for position in range(len(group))),
-    )
+def _pattern(text: str) -> tuple[tuple[str, bool], ...]:
+    """Each note, and whether it runs together with the one before."""
+    return tuple((note, place > 0) for group in text.split() for place, note in enumerate(group.split("+")))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.filling import only_real
 from penstock.schedules.phases import play
 from penstock.schedules.sizes import checked_sizes
 
@@ -26,10 +25,8 @@ def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     rank 1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
-    whole = max(microbatches, 2 * ranks - 1)  # the pattern needs as many; fewer are cut out of it
-    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
-    if whole > microbatches:
-        rows = [only_real(row, microbatches) for row in rows]
+    whole = max(microbatches, 2 * ranks - 1)  # the pattern needs as many; the player leaves out what is not there
+    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank), microbatches) for rank in range(ranks)]
     return Schedule.from_codes(
         rows,
         placement=Placement.v(ranks, 2 * ranks),
