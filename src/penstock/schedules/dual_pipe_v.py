@@ -32,7 +32,7 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     whole = max(microbatches, 2 * ranks)  # the pattern needs as many; the player leaves out what is not there
-    rows = [play(_phases(rank, ranks, whole), (rank, 2 * ranks - 1 - rank), microbatches) for rank in range(ranks)]
+    rows = play([_phases(rank, ranks, whole) for rank in range(ranks)], microbatches)
     return Schedule.from_codes(
         rows, placement=Placement.v(ranks, 2 * ranks), microbatches=microbatches, metadata={"name": "DualPipeV"}
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -12,13 +11,15 @@ from penstock.ir import packed
 from penstock.ir.actions import ComputationType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
 
     from penstock.ir.packed import Codes
 
-#: The first action of each note on stage 0.
+#: The first action of each note on stage 0, and whether the note is of the second stage.
 _FIRST: Final = {
-    note: int(packed.pack(0, ComputationType(note[0]), 0)) for note in ("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1")
+    kind + stage: (int(packed.pack(0, ComputationType(kind), 0)), int(stage)) for kind in "FBIW" for stage in "01"
 }
 #: What a note is counted with: a whole backward and its first half are one sequence of microbatches.
 _SEQUENCE: Final = {"I0": "B0", "I1": "B1"}
@@ -36,6 +37,11 @@ class _Run(NamedTuple):
     stride: int
     #: The number in its sequence: the first microbatch, or of a weight gradient how many came before.
     number: int
+
+    @property
+    def facts(self) -> tuple[int, ...]:
+        """All that it takes to play it, as numbers."""
+        return (*_FIRST[self.note], self.times, self.place, self.stride, self.number, self.is_joined)
 
 
 class _Debt(NamedTuple):
@@ -62,67 +68,89 @@ class _Debt(NamedTuple):
         )
 
 
-def play(phases: Iterable[tuple[str, int]], stages: tuple[int, int], microbatches: int) -> Codes:
-    """The actions of a rank with these two stages, from phases of (pattern, how often).
+def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[Codes]:
+    """The actions of ranks with two stages each, placed in a V; of every rank the phases, as (pattern, how often).
 
     In a pattern, ``F0`` is the next forward of the rank's first stage, ``B1`` or ``I1`` the next backward of its
     second; ``W1`` is the weight gradient of the earliest ``I1`` that still owes it, ``W`` the same for either stage;
-    ``F0+B1`` runs both together. A note comes once in a pattern, and all of a schedule are ``W`` or none.
+    ``F0+B1`` runs both together. A note comes once in a pattern, and all weight gradients are ``W`` or none is.
 
     The phases may be for more microbatches than there are: those hold their places and are left out. No action waits
     for one of another microbatch, so what is left of an order that runs still runs. The time is for what is played.
 
     >>> phases = [("F0 F1", 1), ("F0+B1 F1", 1), ("I1 I0", 1), ("W", 2), ("B0", 1)]
-    >>> packed.unpack_cells(play(phases, stages=(0, 3), microbatches=2))
-    (0F0, 3F0, (0F1;3B0)OVERLAP_F_B, 3F1, 3I1, 0I0, 3W1, 0W0, 0B1)
-    >>> packed.unpack_cells(play(phases, stages=(0, 3), microbatches=1))
-    (0F0, 3F0, 3B0, 0I0, 0W0)
+    >>> packed.unpack_cells(*play([phases], microbatches=2))
+    (0F0, 1F0, (0F1;1B0)OVERLAP_F_B, 1F1, 1I1, 0I0, 1W1, 0W0, 0B1)
+    >>> packed.unpack_cells(*play([phases], microbatches=1))
+    (0F0, 1F0, 1B0, 0I0, 0W0)
     """
-    runs = [run for run in _runs(phases) if run.number < microbatches]
-    firsts = np.array([_FIRST[run.note] for run in runs])
-    firsts = packed.further(firsts, np.array([stages[int(run.note[1])] for run in runs]))
-    firsts = packed.later(firsts, np.array([run.number for run in runs]))
+    runs = [(rank, run) for rank, phases in enumerate(rows) for run in _runs(phases) if run.number < microbatches]
+    ranks = np.array([rank for rank, _ in runs])
+    first, second, times, place, stride, number, is_joined = np.array([run.facts for _, run in runs]).T
+    codes = packed.further(first, np.where(second, 2 * len(rows) - 1 - ranks, ranks))
+    codes = packed.later(codes, number)
 
-    times = np.array([min(run.times, microbatches - run.number) for run in runs])
-    repetitions = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
-    places = (
-        np.repeat([run.place for run in runs], times) + np.repeat([run.stride for run in runs], times) * repetitions
-    )
-    in_order = places.argsort(kind="stable")  # a merge of evenly spaced runs, and few of them: linear
+    times = np.minimum(times, microbatches - number)
+    repetition = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
+    codes = packed.later(np.repeat(codes, times), repetition)
+    place = np.repeat(place, times) + np.repeat(stride, times) * repetition
+    is_joined = np.repeat(is_joined, times)
+    ends = np.cumsum(np.bincount(ranks, times, len(rows)).astype(np.int64))[:-1]
+    return [
+        _in_order(*row) for row in zip(*(np.split(facts, ends) for facts in (codes, place, is_joined)), strict=True)
+    ]
 
-    joined = np.repeat([run.is_joined for run in runs], times)[in_order]
-    joined[1:] &= np.diff(places[in_order]) == 1  # the one before may have been left out
-    codes = packed.later(np.repeat(firsts, times), repetitions)[in_order]
-    return np.asarray(codes + joined * np.int64(packed.JOINED))
+
+def _in_order(codes: Codes, place: NDArray[np.int64], is_joined: NDArray[np.int64]) -> Codes:
+    order = place.argsort(kind="stable")  # it merges what is in order already: few runs, so this is linear
+    is_joined[order[1:]] &= np.diff(place[order]) == 1  # the one before may have been left out
+    return np.asarray((codes + is_joined * packed.JOINED)[order])
 
 
 def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
     """The notes of the phases with their microbatches; weight gradients have those of the debts that they pay."""
-    place, count = 0, Counter[str]()
-    debts: dict[str, list[_Debt]] = {queue: [] for queue in _OWED_BY}
+    place = 0
+    count = dict.fromkeys((*_FIRST, "W"), 0)
+    owed = dict.fromkeys(_OWED_BY, 0)
+    debts: dict[str, list[_Debt]] = {weight: [] for weight in _OWED_BY}
     paying: list[_Run] = []
     for text, times in phases:
         if times <= 0:
             continue
         pattern = _pattern(text)
-        runs: dict[str, _Run] = {}
-        for offset, (note, is_joined) in enumerate(pattern):
-            sequence = _SEQUENCE.get(note, note)
-            runs[note] = _Run(note, is_joined, times, place + offset, len(pattern), count[sequence])
+        runs = {}
+        for offset, (note, sequence, is_joined) in enumerate(pattern.notes):
+            runs[note] = _Run(note, is_joined, times, place + offset, len(pattern.notes), count[sequence])
             count[sequence] += times
-        place += times * len(pattern)
-        for queue, owing in _OWED_BY.items():
-            inputs = [run for note, run in runs.items() if note in owing]
-            for position, run in enumerate(inputs):
-                debts[queue].append(_Debt(run, count[f"debts of {queue}"] + position, len(inputs)))
-            count[f"debts of {queue}"] += times * len(inputs)
-        paying += (run for note, run in runs.items() if note in _OWED_BY)
-        yield from (run for note, run in runs.items() if note not in _OWED_BY)
+        place += times * len(pattern.notes)
+        for weight, inputs in pattern.owed:
+            debts[weight] += (
+                _Debt(runs[note], owed[weight] + position, len(inputs)) for position, note in enumerate(inputs)
+            )
+            owed[weight] += times * len(inputs)
+        paying += (runs.pop(note) for note in pattern.weights)
+        yield from runs.values()
     for weights in paying:
         yield from filter(None, (debt.paid_by(weights) for debt in debts[weights.note]))
 
 
+class _Pattern(NamedTuple):
+    """What to know about a pattern."""
+
+    #: Each note, what it is counted with, and whether it runs together with the one before.
+    notes: tuple[tuple[str, str, bool], ...]
+    weights: tuple[str, ...]
+    #: The weight gradients that its input gradients owe, to be paid by each sort of them.
+    owed: tuple[tuple[str, tuple[str, ...]], ...]
+
+
 @cache
-def _pattern(text: str) -> tuple[tuple[str, bool], ...]:
-    """Each note, and whether it runs together with the one before."""
-    return tuple((note, place > 0) for group in text.split() for place, note in enumerate(group.split("+")))
+def _pattern(text: str) -> _Pattern:
+    together = [(note, place > 0) for group in text.split() for place, note in enumerate(group.split("+"))]
+    notes = [note for note, _ in together]
+    owed = {weight: tuple(note for note in notes if note in inputs) for weight, inputs in _OWED_BY.items()}
+    return _Pattern(
+        tuple((note, _SEQUENCE.get(note, note), is_joined) for note, is_joined in together),
+        tuple(note for note in notes if note in _OWED_BY),
+        tuple((weight, inputs) for weight, inputs in owed.items() if inputs),
+    )
