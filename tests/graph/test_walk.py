@@ -40,22 +40,39 @@ def test_plain_and_compiled_walks_agree_with_the_definition(graph):
     nodes, found = graph
     source, target, weight = arrays(found)
     expected = by_definition(nodes, found)
-    assert walk._plain(nodes, source.tolist(), target.tolist(), weight.tolist()) == expected
+    assert walk._plain(nodes, source, target, weight) == expected
     assert walk._compiled()(nodes, source, target, weight).tolist() == expected
     assert walk.longest_path(nodes, source, target, weight).tolist() == expected
 
 
+def soonest_by_definition(stages, cells, place, limit):
+    """The stages in the order of their next use: so many, and whatever runs together with the last of them."""
+    soonest = {}
+    for stage, cell in zip(stages[place:], cells[place:], strict=True):
+        if len(soonest) >= limit and cell != list(soonest.values())[-1]:
+            break
+        soonest.setdefault(stage, cell)
+    return list(soonest)
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(1, 4), st.data())
-@settings(max_examples=100, deadline=None)
-def test_plain_and_compiled_scans_of_stages_agree(stages, limit, data):
+@settings(max_examples=200, deadline=None)
+def test_plain_and_compiled_scans_of_stages_agree_with_the_definition(stages, limit, data):
     starts = [True, *data.draw(st.lists(st.booleans(), min_size=len(stages) - 1, max_size=len(stages) - 1))]
     cells = np.cumsum(starts) - 1
     names, local = np.unique(np.array(stages), return_inverse=True)
-    following = active_stages._next_uses(local)
-    arguments = (local.astype(np.int64), cells.astype(np.int64), following, len(names), limit)
+    arguments = (local.astype(np.int64), cells.astype(np.int64), len(names), limit)
     plain, compiled = active_stages._scan(*arguments), active_stages._compiled()(*arguments)
     for one, other in zip(plain, compiled, strict=True):
         assert one.tolist() == other.tolist()
+
+    leaving, entering = active_stages.soonest_stages(np.array(stages), cells, limit)
+    active = []
+    for place in np.flatnonzero(starts).tolist():
+        wanted = soonest_by_definition(stages, cells, place, limit)
+        assert sorted(leaving.get(place, [])) == sorted(set(active) - set(wanted))
+        assert entering.get(place, []) == [stage for stage in wanted if stage not in active]
+        active = wanted
 
 
 @pytest.mark.parametrize("loaded", [True, False])

@@ -71,10 +71,41 @@ def test_look_ahead_posts_receives_so_many_uses_earlier():
     row = [f"1RECV_F{n}" for n in range(4)]
     assert drawn(early)[1][:2] == ["1RECV_F0", "1F0"]
     eager = ps.Schedule([early.actions[0], [*row, *[f"1F{n}" for n in range(4)]]])
-    assert drawn(defer_receives(eager))[1] == words("1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3 1F3")
+    assert drawn(defer_receives(eager, 0))[1] == words("1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3 1F3")
     assert drawn(defer_receives(eager, 1))[1] == words("1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1RECV_F3 1F2 1F3")
     assert drawn(defer_receives(eager, 2))[1] == words("1RECV_F0 1RECV_F1 1RECV_F2 1F0 1RECV_F3 1F1 1F2 1F3")
     assert defer_receives(eager, 9) == eager
+
+
+def pending_at_uses(row):
+    """For each action that needs receives, how many others are posted already."""
+    posted = set()
+    for cell in row:
+        if cell.computation_type in (ps.ComputationType.RECV_F, ps.ComputationType.RECV_B):
+            posted.add(cell)
+            continue
+        used = set()
+        for stage, kind, microbatch, _ in cell.leaves:
+            arrives = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(str(kind))
+            used |= {action for action in posted if str(action) == f"{stage}{arrives}{microbatch}"}
+        posted -= used
+        if used:
+            yield len(posted)
+    assert not posted
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("look_ahead", [0, 1, 3])
+def test_no_more_receives_are_posted_ahead_than_asked_for(recipe, look_ahead):
+    for ranks, microbatches in ((2, 3), (4, 8), (3, 2)):
+        schedule = ps.build(recipe.name, ranks=ranks, microbatches=microbatches)
+        lowered = ps.lower(schedule, defer_receives=True, look_ahead=look_ahead)
+        assert all(count <= look_ahead for row in lowered.actions for count in pending_at_uses(row))
+
+
+def test_look_ahead_needs_deferred_receives():
+    with pytest.raises(ps.ScheduleError, match="give defer_receives=True"):
+        ps.lower(ps.build("GPipe", ranks=2, microbatches=2), look_ahead=2)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_whole_lowering(name, stages, ranks, defer):
             except ValueError:
                 continue
             schedule = ps.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-            lowered = ps.lower(schedule, defer_receives=defer, verify_passes=True)
+            lowered = ps.lower(schedule, defer_receives=defer)
             assert ours(lowered) == torch_oracle.text(theirs.pipeline_order_with_comms)
             compared += 1
     assert compared > 0

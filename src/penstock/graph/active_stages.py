@@ -24,13 +24,12 @@ Changes = dict[int, list[int]]
 def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Changes]:
     """The stages that leave and enter the ``limit`` soonest used ones, before each cell of the row.
 
-    What an overlap runs together counts together: it may exceed the limit by what it holds. O(n) times the stages of
-    the rank times the limit.
+    What an overlap runs together counts together: it may exceed the limit by what it holds. O(n) after the stages are
+    numbered.
     """
     names, local = np.unique(stages, return_inverse=True)
-    following = _next_uses(local)
-    scan = _compiled() if worth_compiling(len(stages) * len(names)) else _scan
-    places, changed, enters = scan(local.astype(np.int64), cells, following, len(names), limit)
+    scan = _compiled() if worth_compiling(len(stages)) else _scan
+    places, changed, enters = scan(local.astype(np.int64), cells, len(names), limit)
     leaving: Changes = defaultdict(list)
     entering: Changes = defaultdict(list)
     for place, stage, enter in zip(places.tolist(), names[changed].tolist(), enters.tolist(), strict=True):
@@ -38,60 +37,38 @@ def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Chan
     return leaving, entering
 
 
-def _next_uses(local: Ints) -> Ints:
-    """Where the same stage is used next, or the end. O(n log n): one sort."""
-    following = np.full(len(local), len(local), np.int64)
-    order = np.argsort(local, kind="stable")
-    same = local[order][1:] == local[order][:-1]
-    following[order[:-1][same]] = order[1:][same]
-    return following
-
-
-def _scan(  # noqa: C901 - one loop over arrays, to be compiled
-    local: Ints, cells: Ints, following: Ints, count: int, limit: int
-) -> tuple[Ints, Ints, Ints]:
-    end = len(local)
-    upcoming = np.full(count, end, np.int64)
-    for place in range(end - 1, -1, -1):
-        upcoming[local[place]] = place
+def _scan(local: Ints, cells: Ints, count: int, limit: int) -> tuple[Ints, Ints, Ints]:
+    """A window over the row, from a cell on as far as the soonest stages reach: both its ends only go forward."""
+    length = len(local)
+    uses = np.zeros(count, np.int64)  # of each stage, within the window
     active = np.zeros(count, np.bool_)
-    wanted = np.zeros(count, np.bool_)
-    order = np.zeros(count, np.int64)
-    places = np.zeros(2 * (end + count), np.int64)
-    changed = np.zeros(2 * (end + count), np.int64)
-    enters = np.zeros(2 * (end + count), np.int64)
+    distinct, begin, end = 0, 0, 0
+    places = np.zeros(2 * length, np.int64)
+    changed = np.zeros(2 * length, np.int64)
+    enters = np.zeros(2 * length, np.int64)
     changes = 0
-    for place in range(end):
+    for place in range(length):
         if place > 0 and cells[place] == cells[place - 1]:
-            upcoming[local[place]] = following[place]
             continue
-        # The soonest stages, in the order of their next use.
-        chosen = 0
-        wanted[:] = False
-        while chosen < count:
-            best = -1
-            for stage in range(count):
-                if not wanted[stage] and upcoming[stage] < end and (best < 0 or upcoming[stage] < upcoming[best]):
-                    best = stage
-            if best < 0:
-                break
-            if chosen >= limit and cells[upcoming[best]] != cells[upcoming[order[chosen - 1]]]:
-                break
-            wanted[best] = True
-            order[chosen] = best
-            chosen += 1
-        for stage in range(count):
-            if active[stage] and not wanted[stage]:
-                active[stage] = False
-                places[changes], changed[changes], enters[changes] = place, stage, 0
-                changes += 1
-        for slot in range(chosen):
-            stage = order[slot]
+        for passed in range(begin, place):
+            uses[local[passed]] -= 1
+            distinct -= uses[local[passed]] == 0
+        while end < length and (distinct < limit or cells[end] == cells[end - 1]):
+            stage = local[end]
+            distinct += uses[stage] == 0
+            uses[stage] += 1
+            end += 1
             if not active[stage]:
                 active[stage] = True
                 places[changes], changed[changes], enters[changes] = place, stage, 1
                 changes += 1
-        upcoming[local[place]] = following[place]
+        for passed in range(begin, place):
+            stage = local[passed]
+            if active[stage] and uses[stage] == 0:
+                active[stage] = False
+                places[changes], changed[changes], enters[changes] = place, stage, 0
+                changes += 1
+        begin = place
     return places[:changes], changed[:changes], enters[:changes]
 
 

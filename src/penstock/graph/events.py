@@ -26,11 +26,15 @@ from penstock.graph.sorting import order_by
 from penstock.ir.dependencies import OPERATIONS, TRANSFERS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from penstock.graph.models import CommModel
 
     Ints = NDArray[np.signedinteger[Any]]
+
+_NONE: Final = np.empty(0, np.int32)
 
 REASONS: Final = ("program", "post", "lane", "use", "message", "room", "data")
 
@@ -74,6 +78,8 @@ class Matches:
 
 def matches(leaves: Leaves) -> Matches:
     """Every send on its own rank whose receive is there too, on another rank."""
+    if not leaves.has_transfers:
+        return Matches(_NONE, _NONE)
     sends, receives = [], []
     for transfer in TRANSFERS:
         mine = leaves.first_at_home([transfer.send])
@@ -95,12 +101,8 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
     if model.capacity == 0:
         node[leaves.cell[pairs.receive]] = leaves.cell[pairs.send]
     edges = [*_program(leaves, pairs), *_uses(leaves, pairs)]
-    if model.capacity != 0:
-        edges.append(("message", pairs.send, pairs.receive))
-    if model.capacity and model.lanes != "message":
-        edges.append(("room", *_room(leaves, pairs, model.capacity)))
-    if model.lanes != "message":
-        edges.append(("lane", *_lanes(leaves, pairs, model.lanes)))
+    if leaves.has_transfers:
+        edges += _communication(leaves, pairs, model)
     return EventGraph(
         leaves,
         node,
@@ -111,6 +113,17 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
             [len(awaited) for _, awaited, _ in edges],
         ),
     )
+
+
+def _communication(leaves: Leaves, pairs: Matches, model: CommModel) -> Iterator[tuple[str, Ints, Ints]]:
+    """What the model makes operations wait for."""
+    if model.capacity != 0:
+        yield "message", pairs.send, pairs.receive
+    if model.lanes == "message":
+        return
+    if model.capacity:
+        yield "room", *_room(leaves, pairs, model.capacity)
+    yield "lane", *_lanes(leaves, pairs, model.lanes)
 
 
 def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:

@@ -49,13 +49,13 @@ class Leaves:
             raise ScheduleError(
                 f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
             )
-        everything = schedule.codes
-        busy = everything != packed.IDLE
         # Places, ranks and stages fit into 32 bits, and the time of all this is the time that memory takes.
-        ranks = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.offsets))
-        self.codes = everything[busy]
-        self.rank = ranks[busy]
-        self.cell = (np.cumsum(~packed.is_joined(everything), dtype=np.int32) - 1)[busy]
+        self.codes = schedule.codes
+        self.rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.offsets))
+        self.cell = np.cumsum(~packed.is_joined(schedule.codes), dtype=np.int32) - np.int32(1)
+        busy = schedule.codes != packed.IDLE
+        if not busy.all():
+            self.codes, self.rank, self.cell = self.codes[busy], self.rank[busy], self.cell[busy]
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -92,7 +92,16 @@ class Leaves:
         return (self.stage < self.stages) & (self.microbatch < self.microbatches)
 
     @cached_property
+    def all_in_range(self) -> bool:
+        """Whether that holds for all."""
+        return bool(self.in_range.all())
+
+    @cached_property
     def _tables(self) -> dict[int, Places]:
+        return {}
+
+    @cached_property
+    def _tables_of_any(self) -> dict[tuple[ComputationType, ...], Places]:
         return {}
 
     @cached_property
@@ -134,21 +143,34 @@ class Leaves:
         """Where the action of this type is, for every stage times ``microbatches`` plus microbatch: the first one."""
         number = packed.TYPE_NUMBER[kind]
         if number not in self._tables:
-            places = ((self.kind == number) & self.in_range).nonzero()[0][::-1].astype(np.int32)  # the first last
+            chosen = self.kind == number
+            chosen = chosen if self.all_in_range else chosen & self.in_range
+            places = chosen.nonzero()[0][::-1].astype(np.int32)  # the first last
             slots = self.stage[places] * self.microbatches + self.microbatch[places]
             table = np.full(self.stages * self.microbatches, NOWHERE, np.int32)
             table[slots] = places
             self._tables[number] = table
         return self._tables[number]
 
-    def find_any(self, kinds: Iterable[ComputationType], stages: Places, microbatches: Places) -> Places:
+    def find_any(self, kinds: tuple[ComputationType, ...], stages: Places, microbatches: Places) -> Places:
         """As ``find``, for the first of these types that is there."""
-        first, *others = kinds
-        found = self.find(first, stages, microbatches)
-        for kind in others:
-            if len(self.are(kind)):
-                found = np.where(found == NOWHERE, self.find(kind, stages, microbatches), found)
-        return found
+        return np.asarray(self.table_of_any(kinds)[stages * self.microbatches + microbatches])
+
+    def table_of_any(self, kinds: tuple[ComputationType, ...]) -> Places:
+        """As ``table``, for the first of these types that is there."""
+        if kinds not in self._tables_of_any:
+            first, *others = kinds
+            found = self.table(first)
+            for kind in others:
+                if len(self.are(kind)):
+                    found = np.where(found == NOWHERE, self.table(kind), found)
+            self._tables_of_any[kinds] = found
+        return self._tables_of_any[kinds]
+
+    @cached_property
+    def home_of_slot(self) -> Places:
+        """For every slot of a table the rank that its stage is placed on."""
+        return np.repeat(self.home, self.microbatches)
 
     @cached_property
     def inputs(self) -> tuple[Places, Places]:
@@ -159,11 +181,15 @@ class Leaves:
         waiting, awaited = [], []
         for kind, needs in NEEDS.items():
             mine = self.are(kind)
-            mine = mine[self.in_range[mine]]
+            mine = mine if self.all_in_range else mine[self.in_range[mine]]
+            slots = self.stage[mine] * self.microbatches + self.microbatch[mine]
             for need in needs:
-                source = self.stage[mine] + need.stage_offset
-                exists = (source >= 0) & (source < self.stages)
-                consumers = mine[exists]
-                waiting.append(consumers)
-                awaited.append(self.find_any(need.any_of, source[exists], self.microbatch[consumers]))
+                table, source = self.table_of_any(need.any_of), slots + need.stage_offset * self.microbatches
+                if need.stage_offset:
+                    exists = (source >= 0) & (source < len(table))
+                    waiting.append(mine[exists])
+                    awaited.append(table[source[exists]])
+                else:
+                    waiting.append(mine)
+                    awaited.append(table[source])
         return np.concatenate(waiting), np.concatenate(awaited)

@@ -34,7 +34,7 @@ def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
     Nodes on a cycle, or behind one, are ``UNREACHED``. O(nodes + edges).
     """
     if not worth_compiling(len(source)):
-        return np.array(_plain(nodes, source.tolist(), target.tolist(), weight.tolist()), np.int64)
+        return np.array(_plain(nodes, source, target, weight), np.int64)
     result: Ints = _compiled()(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32), weight)
     return result
 
@@ -44,23 +44,22 @@ def worth_compiling(work: int) -> bool:
     return work >= (WORTH_CALLING if "numba" in sys.modules else WORTH_LOADING)
 
 
-def _plain(nodes: int, source: list[int], target: list[int], weight: list[int]) -> list[int]:
+def _plain(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> list[int]:
     after: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
-    missing = [0] * nodes
-    for node, other, length in zip(source, target, weight, strict=True):
-        after[node].append((other, length))
-        missing[other] += 1
-    ready = [node for node, count in enumerate(missing) if count == 0]
+    for node, edge in zip(source.tolist(), zip(target.tolist(), weight.tolist(), strict=True), strict=True):
+        after[node].append(edge)
+    awaited = np.bincount(target, minlength=nodes)
+    ready, missing = np.flatnonzero(awaited == 0).tolist(), awaited.tolist()
     start = [0] * nodes
     for node in ready:  # grows while it is walked
         begin = start[node]
         for other, length in after[node]:
             if begin + length > start[other]:
                 start[other] = begin + length
-            missing[other] -= 1
-            if not missing[other]:
+            left = missing[other] = missing[other] - 1
+            if not left:
                 ready.append(other)
-    return [UNREACHED if missing[node] else start[node] for node in range(nodes)]
+    return [UNREACHED if left else begin for left, begin in zip(missing, start, strict=True)]
 
 
 def _kernel(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:  # noqa: C901 - one pass, to be compiled

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
 
 
-def defer_receives(schedule: Schedule, look_ahead: int = 0) -> Schedule:
-    """Every receive right before the action that needs it, or as many uses earlier as ``look_ahead`` says.
+def defer_receives(schedule: Schedule, look_ahead: int | None = None) -> Schedule:
+    """Every receive right before the action that needs it; or as many uses earlier as ``look_ahead`` says.
 
-    But for what keeps two ranks from both waiting to send: the lower rank of a pair posts its receives before it sends
-    to the other, so that more than ``look_ahead`` of them can be posted ahead of their use there. A receive never moves
-    ahead of where it was. O(n log n).
+    Without ``look_ahead`` the lower rank of a pair posts its receives before it sends to the other, lest both wait to
+    send; so they may be posted any number of uses ahead. With it, no more than so many ever are, whatever happens
+    between. A receive never moves ahead of where it was. O(n log n).
 
     >>> from penstock.ir.schedule import Schedule
     >>> defer_receives(Schedule([["1RECV_F0", "1RECV_F1", "1F0", "1F1"], ["0F0", "0F1", "0SEND_F0", "0SEND_F1"]],
     ...     )).actions[0]
     (1RECV_F0, 1F0, 1RECV_F1, 1F1)
     """
-    look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
+    if look_ahead is not None:
+        look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
     schedule = without_idle(schedule)
     leaves = Leaves(schedule)
     #: Everything stands before the place that sets it off; a receive before its trigger, and the trigger itself last.
@@ -39,9 +40,12 @@ def defer_receives(schedule: Schedule, look_ahead: int = 0) -> Schedule:
     first_of_cell = np.searchsorted(leaves.cell, leaves.cell)
     order_at_trigger = np.arange(len(leaves)) + len(leaves)
     receives, user = _uses(leaves)
-    wanted = _ahead(leaves, receives, user, look_ahead)
-    flushed = _next_send_to_a_higher_rank(leaves, receives)
-    place = np.minimum(np.maximum(first_of_cell[wanted], receives), flushed)
+    wanted = _ahead(leaves, receives, user, look_ahead or 0)
+    place = np.maximum(first_of_cell[wanted], receives)
+    flushed = np.full(len(receives), len(leaves))
+    if look_ahead is None:
+        flushed = _next_send_to_a_higher_rank(leaves, receives)
+        place = np.minimum(place, flushed)
     trigger[receives] = place
     order_at_trigger[receives] = np.where((place == flushed) | (wanted != user), receives, user)
     order = order_by(trigger, order_at_trigger)

@@ -1,23 +1,41 @@
-"""The passes in order, and the proof before and after each."""
+"""The passes in order, and the proof between them."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.graph.models import CommModel
+from penstock.ir.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    UNSHARD,
+)
+from penstock.ir.dependencies import OPERATIONS
 from penstock.ir.schedule import Schedule
 from penstock.lowering.defer_receives import defer_receives as deferred
 from penstock.lowering.merge_backward import merge_backward as merged
 from penstock.lowering.reduce_gradients import reduce_gradients
 from penstock.lowering.rows import without_idle
-from penstock.lowering.send_receive import send_receive
+from penstock.lowering.send_receive import in_turns
 from penstock.lowering.unshard_reshard import unshard_reshard
-from penstock.verification.check import DEFAULT_MODEL, verify
+from penstock.verification.check import DEFAULT_MODEL, verify, verify_change
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from penstock.ir.actions import ComputationType
+
+    Pass = Callable[[Schedule], tuple[Schedule, NDArray[np.int64] | None]]
 
 WITHOUT_LANES: Final = CommModel(buffering="rendezvous", lanes="message")
 
@@ -30,11 +48,12 @@ def lower(
     max_active_stages: int = 3,
     reduce: bool = True,
     defer_receives: bool = False,
-    look_ahead: int = 0,
+    look_ahead: int | None = None,
     model: CommModel | None = None,
-    verify_passes: bool = False,
 ) -> Schedule:
     """Add everything that a real run needs to a compute schedule; the input stays as it is.
+
+    The input is proved, and what every pass makes of it.
 
     >>> from penstock.schedules.registry import build
     >>> print(lower(build("GPipe", ranks=2, microbatches=1), unshard=False).grid())
@@ -49,10 +68,10 @@ def lower(
         max_active_stages: how many stages of a rank are unsharded at once.
         reduce: add REDUCE_GRAD.
         defer_receives: post each receive late, right before it is needed.
-        look_ahead: with ``defer_receives``, as many uses earlier than that.
+        look_ahead: with ``defer_receives``, how many receives are posted ahead of the next one that is needed, at
+            most; by default as PyTorch does it, which keeps two ranks from both waiting to send.
         model: how communication behaves: what the result is proved for. By default the harshest that torch.distributed
             can show; with ``defer_receives`` one without lanes, since late receives get into each other's way in them.
-        verify_passes: prove the schedule before every pass too, and not only at the end.
 
     Raises:
         VerificationError: the schedule would not run; says everything that is wrong with it.
@@ -61,25 +80,51 @@ def lower(
         raise ScheduleError(f"a Schedule can be lowered, not {schedule!r}")
     if schedule.lowered:
         raise ScheduleError("the schedule is lowered already: it has other actions than F, B, I and W")
-    passes: list[Callable[[Schedule], Schedule]] = [without_idle]
-    passes += [merged] if merge_backward else []
-    passes += [partial(unshard_reshard, max_active_stages=max_active_stages)] if unshard else []
-    passes += [reduce_gradients] if reduce else []
-    passes += [send_receive]
-    passes += [partial(deferred, look_ahead=look_ahead)] if defer_receives else []
-    proved_for = model or (WITHOUT_LANES if defer_receives else DEFAULT_MODEL)
-    try:
-        lowered = _run(passes, schedule, verify_passes=verify_passes)
-        verify(lowered, model=proved_for)
-    except ScheduleError:
-        verify(schedule)  # it is what came in that is wrong, most likely: then this says what
-        raise
-    return lowered
-
-
-def _run(passes: list[Callable[[Schedule], Schedule]], schedule: Schedule, *, verify_passes: bool) -> Schedule:
-    for lowering in passes:
-        if verify_passes:
-            verify(schedule)
-        schedule = lowering(schedule)
+    if look_ahead is not None and not defer_receives:
+        raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
+    verify(schedule)
+    schedule = without_idle(schedule)
+    for lowering in _lowerings(
+        merge_backward=merge_backward,
+        max_active_stages=max_active_stages if unshard else None,
+        reduce=reduce,
+        defer_receives=defer_receives,
+        look_ahead=look_ahead,
+    ):
+        before, (schedule, turns) = schedule, lowering.run(schedule)
+        verify_change(before, schedule, lowering.touched, model=model or lowering.safe_under, turns=turns)
     return schedule
+
+
+class _Lowering(NamedTuple):
+    """A pass.
+
+    Attributes:
+        run: the pass itself; with the schedule, it may return a witness that nothing waits in a circle.
+        touched: the types of actions that it adds or moves; all others have to stay as they stand.
+        safe_under: the harshest communication model that what it makes is safe under.
+    """
+
+    run: Pass
+    touched: frozenset[ComputationType]
+    safe_under: CommModel = DEFAULT_MODEL
+
+
+def _lowerings(
+    *, merge_backward: bool, max_active_stages: int | None, reduce: bool, defer_receives: bool, look_ahead: int | None
+) -> Iterator[_Lowering]:
+    if merge_backward:
+        yield _Lowering(_unwitnessed(merged), frozenset({BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD}))
+    if max_active_stages is not None:
+        unsharded = partial(unshard_reshard, max_active_stages=max_active_stages)
+        yield _Lowering(_unwitnessed(unsharded), frozenset({UNSHARD, RESHARD}))
+    if reduce:
+        yield _Lowering(_unwitnessed(reduce_gradients), frozenset({REDUCE_GRAD}))
+    yield _Lowering(in_turns, frozenset(OPERATIONS))
+    if defer_receives:
+        late = partial(deferred, look_ahead=look_ahead)
+        yield _Lowering(_unwitnessed(late), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
+
+
+def _unwitnessed(run: Callable[[Schedule], Schedule]) -> Pass:
+    return lambda schedule: (run(schedule), None)

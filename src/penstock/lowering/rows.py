@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def without_idle(schedule: Schedule) -> Schedule:
     return schedule if busy.all() else rebuilt(schedule, schedule.codes[busy], ranks_of(schedule)[busy])
 
 
-def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.int64]) -> Schedule:
+def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[Any]]) -> Schedule:
     """The same schedule with these actions, which are in the order of their ranks."""
     return schedule.with_codes(codes, np.searchsorted(ranks, np.arange(schedule.ranks + 1)))
 
@@ -38,6 +38,11 @@ def cell_ends(codes: Codes, places: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def last_of_each_stage(stages: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The last of these places for every stage that they are of, in order."""
-    _, from_the_end = np.unique(stages[places][::-1], return_index=True)
-    return np.sort(places[::-1][from_the_end])
+    """The last of these places, which are in order, for every stage that they are of, in order."""
+    mine = stages[places]
+    if mine.max(initial=0) > 2 * len(mine) + 1000:  # numbers so far apart would not fit into a table
+        _, from_the_end = np.unique(mine[::-1], return_index=True)
+        return np.sort(places[::-1][from_the_end])
+    last = np.full(mine.max(initial=0) + 1, -1, np.int64)
+    last[mine] = places  # of several the last stays
+    return np.sort(last[last >= 0])

@@ -34,6 +34,14 @@ def send_receive(schedule: Schedule) -> Schedule:
     rank 0 0F0      0SEND_F0 0RECV_B0 0B0
     rank 1 1RECV_F0 1F0      1B0      1SEND_B0
     """
+    return in_turns(schedule)[0]
+
+
+def in_turns(schedule: Schedule) -> tuple[Schedule, NDArray[np.int64]]:
+    """As ``send_receive``, and of every action when its turn is: whatever it waits for has an earlier one.
+
+    A send and its receive have one turn, and so have the sub-actions of an overlap.
+    """
     schedule = without_idle(schedule)
     leaves = Leaves(schedule)
     turn = _rounds(leaves)[leaves.cell] * schedule.ranks + leaves.rank
@@ -53,9 +61,10 @@ def send_receive(schedule: Schedule) -> Schedule:
             ranks.append(rank)
             turns.append(turn[sent])
             places.append(sent + len(leaves))  # in one turn: first the action, then what it sends, part by part
-    rank_of = np.concatenate(ranks)
-    order = order_by(rank_of, np.concatenate(turns), np.concatenate(places))
-    return rebuilt(schedule, np.concatenate(codes)[order], rank_of[order])
+    rank_of, turn_of, place_of = np.concatenate(ranks), np.concatenate(turns), np.concatenate(places)
+    order = order_by(rank_of, turn_of, place_of)
+    when = turn_of * (len(leaves) + 1) + np.maximum(place_of - (len(leaves) - 1), 0)
+    return rebuilt(schedule, np.concatenate(codes)[order], rank_of[order]), when[order]
 
 
 def _rounds(leaves: Leaves) -> NDArray[np.int64]:

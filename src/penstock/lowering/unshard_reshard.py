@@ -48,11 +48,11 @@ def _all_at_once(schedule: Schedule, limit: int) -> Additions | None:
     """
     codes, ranks = schedule.codes, ranks_of(schedule)
     stages = packed.stages(codes)
-    _, first = np.unique(stages, return_index=True)
-    first = np.sort(first)
-    last = last_of_each_stage(stages, np.arange(len(codes)))
+    places = np.arange(len(codes))
+    last = last_of_each_stage(stages, places)
+    first = len(codes) - 1 - last_of_each_stage(stages[::-1], places)[::-1]
     ends = cell_ends(codes, last)
-    if np.bincount(ranks[first]).max(initial=0) > limit or len(np.unique(ends)) < len(ends):
+    if np.bincount(ranks[first]).max(initial=0) > limit or (ends[1:] == ends[:-1]).any():
         return None
     owners = np.concatenate([ranks[last], ranks[first]])
     places = np.concatenate([ends, schedule.offsets[ranks[first]]])

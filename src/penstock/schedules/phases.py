@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ class _Debt(NamedTuple):
     def paid_by(self, weights: _Run) -> _Run | None:
         """The part of these weight gradients that falls to this debt, now with microbatches; None if there is none."""
         ahead = weights.number - self.number
-        first = max(0, -(-ahead // self.stride))
+        first = -(-ahead // self.stride) if ahead > 0 else 0
         end = min(self.inputs.times, -(-(ahead + weights.times) // self.stride))
         if first >= end:
             return None
@@ -86,7 +87,8 @@ def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[C
     """
     runs = [(rank, run) for rank, phases in enumerate(rows) for run in _runs(phases) if run.number < microbatches]
     ranks = np.array([rank for rank, _ in runs])
-    first, second, times, place, stride, number, is_joined = np.array([run.facts for _, run in runs]).T
+    facts = chain.from_iterable(run.facts for _, run in runs)
+    first, second, times, place, stride, number, is_joined = np.fromiter(facts, np.int64).reshape(-1, 7).T
     codes = packed.further(first, np.where(second, 2 * len(rows) - 1 - ranks, ranks))
     codes = packed.later(codes, number)
 
@@ -95,10 +97,9 @@ def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[C
     codes = packed.later(np.repeat(codes, times), repetition)
     place = np.repeat(place, times) + np.repeat(stride, times) * repetition
     is_joined = np.repeat(is_joined, times)
-    ends = np.cumsum(np.bincount(ranks, times, len(rows)).astype(np.int64))[:-1]
-    return [
-        _in_order(*row) for row in zip(*(np.split(facts, ends) for facts in (codes, place, is_joined)), strict=True)
-    ]
+    ends = np.cumsum(np.bincount(ranks, times, len(rows)).astype(np.int64)).tolist()
+    bounds = [slice(begin, end) for begin, end in pairwise([0, *ends])]
+    return [_in_order(codes[row], place[row], is_joined[row]) for row in bounds]
 
 
 def _in_order(codes: Codes, place: NDArray[np.int64], is_joined: NDArray[np.int64]) -> Codes:
@@ -131,7 +132,7 @@ def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
         paying += (runs.pop(note) for note in pattern.weights)
         yield from runs.values()
     for weights in paying:
-        yield from filter(None, (debt.paid_by(weights) for debt in debts[weights.note]))
+        yield from (paid for debt in debts[weights.note] if (paid := debt.paid_by(weights)))
 
 
 class _Pattern(NamedTuple):

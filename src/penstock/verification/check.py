@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from penstock.errors import ModelError, ScheduleError, SizeError, VerificationError
 from penstock.graph.leaves import Leaves, too_sparse
 from penstock.graph.models import MODELS, CommModel
 from penstock.ir import packed
-from penstock.ir.actions import FORWARD, Action
+from penstock.ir.actions import COMPUTE, FORWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
+from penstock.ir.dependencies import OPERATIONS
 from penstock.ir.placement import first_gap
 from penstock.ir.schedule import Schedule
 from penstock.verification.complete import misplaced, missing, repeated
@@ -24,6 +27,9 @@ from penstock.verification.window import picture
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from numpy.typing import NDArray
+
+    from penstock.ir.actions import ComputationType
     from penstock.verification.findings import Problem
 
 #: What point-to-point communication in torch.distributed can show at its harshest.
@@ -60,6 +66,51 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
     findings = check(schedule, model=model, memory_limit=memory_limit)
     if findings:
         raise VerificationError(findings, picture(schedule, findings))
+
+
+def verify_change(
+    before: Schedule,
+    after: Schedule,
+    touched: frozenset[ComputationType],
+    *,
+    model: CommModel = DEFAULT_MODEL,
+    turns: NDArray[np.int64] | None = None,
+) -> None:
+    """``verify(after)``, at the cost of what is new: ``before`` is proved, and only actions ``touched`` came or moved.
+
+    Only the checks that these types have to do with are made again. If anything else has changed, all are.
+
+    Args:
+        before: what is proved.
+        after: what is to be proved.
+        touched: the types of the actions that came or moved.
+        model: how communication behaves.
+        turns: a witness that nothing waits in a circle, see ``deadlocked``.
+    """
+    if not (touched.isdisjoint(COMPUTE) and _same_but_for(touched, before, after)):
+        return verify(after, model=model)
+    leaves = Leaves(after)
+    problems = [misplaced(leaves)]
+    if touched & {UNSHARD, RESHARD}:
+        problems.append(wrongly_sharded(leaves))
+    if REDUCE_GRAD in touched:
+        problems.append(wrongly_reduced(leaves))
+    if not touched.isdisjoint(OPERATIONS):
+        problems += [repeated(leaves), untransferred(leaves), deadlocked(leaves, model, turns)]
+    if findings := told(chain.from_iterable(problems)):
+        raise VerificationError(findings, picture(after, findings))
+    return None
+
+
+def _same_but_for(touched: frozenset[ComputationType], before: Schedule, after: Schedule) -> bool:
+    """Whether all actions of other types stand as they stood, on every rank."""
+    is_touched = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
+    is_touched[[packed.TYPE_NUMBER[kind] for kind in touched]] = True
+    rows = []
+    for schedule in (before, after):
+        kept = ~is_touched[packed.types(schedule.codes)]
+        rows.append((schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets]))
+    return all(np.array_equal(*facts) for facts in zip(*rows, strict=True))
 
 
 def safe_models(schedule: Schedule) -> dict[CommModel, bool]:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 def misplaced(leaves: Leaves) -> Iterator[Problem]:
     """Actions on a rank that does not hold their stage, and microbatches that there are not."""
     schedule = leaves.schedule
+    if leaves.all_in_range and (leaves.home[leaves.stage] == leaves.rank).all():
+        return
     unknown = leaves.stage >= schedule.stages
     away = ~unknown
     away[away] = leaves.home[leaves.stage[away]] != leaves.rank[away]

@@ -64,7 +64,10 @@ def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
     backwards = leaves.are(FULL_BACKWARD, BACKWARD_WEIGHT)
     backwards = backwards[leaves.stage[backwards] < leaves.schedule.stages]
     last = np.full(leaves.schedule.stages, -1, np.int64)
-    np.maximum.at(last, leaves.stage[backwards], backwards)
+    last[leaves.stage[backwards]] = backwards  # in order: the last one stays
+    count = np.bincount(leaves.stage[reductions], minlength=leaves.schedule.stages)
+    if (count == (last >= 0)).all() and (last[leaves.stage[reductions]] < reductions).all():
+        return  # one of every stage that has gradients, behind them
     _, first = np.unique(leaves.stage[reductions], return_index=True)
     again = np.ones(len(reductions), bool)
     again[first] = False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def untransferred(leaves: Leaves) -> Iterator[Problem]:
     """What is wrong with sends and receives; nothing in a schedule that has none at all."""
-    if not leaves.has_transfers:
+    if not leaves.has_transfers or all(_all_well(leaves, transfer) for transfer in TRANSFERS):
         return
     for transfer in TRANSFERS:
         sends = yield from _across(leaves, transfer.send, transfer.stage_offset)
@@ -34,6 +34,23 @@ def untransferred(leaves: Leaves) -> Iterator[Problem]:
         yield _unmatched(leaves, receives, transfer.send, -transfer.stage_offset)
         yield from _untimely(leaves, transfer, sends, receives)
         yield from _unsent(leaves, transfer)
+
+
+def _all_well(leaves: Leaves, transfer: Transfer) -> bool:
+    """Whether everything that this kind of transfer is for is sent once and received once, in time."""
+    sends, receives = leaves.are(transfer.send), leaves.are(transfer.receive)
+    made, needed = leaves.table_of_any(transfer.made_by), leaves.table_of_any(transfer.needed_by)
+    users = (needed != NOWHERE).nonzero()[0]
+    sources = users - transfer.stage_offset * leaves.microbatches
+    exists = (sources >= 0) & (sources < len(needed))
+    users, sources = users[exists], sources[exists]
+    away = leaves.home_of_slot[users] != leaves.home_of_slot[sources]
+    users, sources = users[away], sources[away]
+    if not len(users) == len(sends) == len(receives):
+        return False
+    sent, received, maker = leaves.table(transfer.send)[sources], leaves.table(transfer.receive)[users], made[sources]
+    in_time = (maker < sent) & (received < needed[users])
+    return bool((in_time & (maker != NOWHERE) & (received != NOWHERE)).all())
 
 
 def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Generator[Problem, None, Ints]:
