@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+#: Seconds that a contestant has at least, before it is the other's turn.
+SHORTEST_TURN = 0.05
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds of several runs."""
@@ -29,14 +33,25 @@ class Timing:
 
 
 def alternate(*contestants: Callable[[], object], repeats: int) -> list[Timing]:
-    """Time the contestants in turn, after one run of each that does not count."""
+    """Time the contestants in turn, after one run of each that does not count.
+
+    What is done in milliseconds is done again and again within its turn, and the mean counts: a single run of it would
+    measure how the one before has left the caches.
+    """
+    runs = []
     for contestant in contestants:
         contestant()
+        runs.append(max(1, int(SHORTEST_TURN / _seconds(contestant, 1))))
     seconds: list[list[float]] = [[] for _ in contestants]
     for _ in range(repeats):
-        for contestant, times in zip(contestants, seconds, strict=True):
+        for contestant, count, times in zip(contestants, runs, seconds, strict=True):
             gc.collect()
-            begin = perf_counter()
-            contestant()
-            times.append(perf_counter() - begin)
+            times.append(_seconds(contestant, count))
     return [Timing(tuple(times)) for times in seconds]
+
+
+def _seconds(contestant: Callable[[], object], count: int) -> float:
+    begin = perf_counter()
+    for _ in range(count):
+        contestant()
+    return (perf_counter() - begin) / count

@@ -137,9 +137,9 @@ def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
 def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
     """Whether these codes, whose ranks begin at the offsets, stand for actions, and for overlaps of compute actions."""
     kinds = types(codes)
-    if not _IS_ACTION_OR_IDLE[kinds].all() or codes.min(initial=0) < 0:
+    if codes.min(initial=0) < 0 or (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS > 0)).any():
         return False
-    if (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS).astype(bool)).any():
+    if not _IS_ACTION_OR_IDLE[kinds].all():
         return False
     together = (codes & JOINED).nonzero()[0]
     if not len(together):

@@ -25,7 +25,7 @@ from penstock.lowering.reduce_gradients import reduce_gradients
 from penstock.lowering.rows import without_idle
 from penstock.lowering.send_receive import in_turns
 from penstock.lowering.unshard_reshard import unshard_reshard
-from penstock.verification.check import DEFAULT_MODEL, verify, verify_change
+from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, verify_structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,8 +82,8 @@ def lower(
         raise ScheduleError("the schedule is lowered already: it has other actions than F, B, I and W")
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
-    verify(schedule)
-    schedule = without_idle(schedule)
+    verify_structure(schedule)
+    lowered = without_idle(schedule)
     for lowering in _lowerings(
         merge_backward=merge_backward,
         max_active_stages=max_active_stages if unshard else None,
@@ -91,9 +91,13 @@ def lower(
         defer_receives=defer_receives,
         look_ahead=look_ahead,
     ):
-        before, (schedule, turns) = schedule, lowering.run(schedule)
-        verify_change(before, schedule, lowering.touched, model=model or lowering.safe_under, turns=turns)
-    return schedule
+        try:
+            before, (lowered, turns) = lowered, lowering.run(lowered)
+        except ScheduleError:
+            verify(schedule)  # the compute actions wait in a circle, most likely: then this shows it
+            raise
+        verify_change(before, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
+    return lowered
 
 
 class _Lowering(NamedTuple):

@@ -68,6 +68,14 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
         raise VerificationError(findings, picture(schedule, findings))
 
 
+def verify_structure(schedule: Schedule) -> None:
+    """``verify`` without the proof that nothing waits in a circle: for who proves that on the way."""
+    _check_arguments(schedule, DEFAULT_MODEL, None)
+    findings = [_sparse(schedule)] if too_sparse(schedule) else told(chain.from_iterable(_structure(Leaves(schedule))))
+    if findings:
+        raise VerificationError(findings, picture(schedule, findings))
+
+
 def verify_change(
     before: Schedule,
     after: Schedule,
