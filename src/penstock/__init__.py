@@ -20,6 +20,7 @@ from penstock.version import __version__
 if TYPE_CHECKING:
     from penstock.errors import (
         ActionError,
+        CostsError,
         FormatError,
         ModelError,
         PenstockError,
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from penstock.lowering.pipeline import lower
     from penstock.lowering.repair import repair
     from penstock.schedules.registry import build
+    from penstock.simulation.costs import Costs
+    from penstock.simulation.many import Samples, simulate_many
+    from penstock.simulation.simulate import simulate
+    from penstock.simulation.timeline import Timeline
     from penstock.verification.check import check, safe_models, verify
     from penstock.verification.findings import Finding
 
@@ -48,6 +53,8 @@ _HOMES = {
     "ActionError": "penstock.errors",
     "CommModel": "penstock.graph.models",
     "ComputationType": "penstock.ir.actions",
+    "Costs": "penstock.simulation.costs",
+    "CostsError": "penstock.errors",
     "Finding": "penstock.verification.findings",
     "FormatError": "penstock.errors",
     "LANES": "penstock.graph.models",
@@ -56,10 +63,12 @@ _HOMES = {
     "Placement": "penstock.ir.placement",
     "PlacementError": "penstock.errors",
     "ReadError": "penstock.errors",
+    "Samples": "penstock.simulation.many",
     "Schedule": "penstock.ir.schedule",
     "ScheduleError": "penstock.errors",
     "ScheduleSyntaxError": "penstock.errors",
     "SizeError": "penstock.errors",
+    "Timeline": "penstock.simulation.timeline",
     "UnknownScheduleError": "penstock.errors",
     "VerificationError": "penstock.errors",
     "WriteError": "penstock.errors",
@@ -69,6 +78,8 @@ _HOMES = {
     "read": "penstock.ir.formats",
     "repair": "penstock.lowering.repair",
     "safe_models": "penstock.verification.check",
+    "simulate": "penstock.simulation.simulate",
+    "simulate_many": "penstock.simulation.many",
     "verify": "penstock.verification.check",
 }
 
@@ -78,6 +89,8 @@ __all__ = [
     "ActionError",
     "CommModel",
     "ComputationType",
+    "Costs",
+    "CostsError",
     "Finding",
     "FormatError",
     "ModelError",
@@ -85,10 +98,12 @@ __all__ = [
     "Placement",
     "PlacementError",
     "ReadError",
+    "Samples",
     "Schedule",
     "ScheduleError",
     "ScheduleSyntaxError",
     "SizeError",
+    "Timeline",
     "UnknownScheduleError",
     "VerificationError",
     "WriteError",
@@ -99,6 +114,8 @@ __all__ = [
     "read",
     "repair",
     "safe_models",
+    "simulate",
+    "simulate_many",
     "verify",
 ]
 

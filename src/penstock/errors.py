@@ -9,6 +9,7 @@
     │   ├── SizeError              ranks=0, three stages per rank where two are needed
     │   ├── ModelError             a communication model that there is not
     │   └── VerificationError      a schedule that would not run as it should: holds the findings
+    ├── CostsError               costs that no run could have: negative, too few   (also a ValueError)
     ├── UnknownScheduleError     a name that the registry does not know         (also a LookupError)
     ├── ReadError                text or a file that cannot be understood       (also a ValueError)
     │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
@@ -99,6 +100,20 @@ class VerificationError(ScheduleError):
     def __str__(self) -> str:
         told = "\n".join(f"- {finding}" for finding in self.findings)
         return f"the schedule is not right:\n{told}\n\n{self.picture}"
+
+
+class CostsError(PenstockError, ValueError):
+    """Costs that no run could have.
+
+    Attributes:
+        field: the field of ``Costs`` that is wrong, where there is one.
+        value: what was given for it.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, value: object = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.value = value
 
 
 class UnknownScheduleError(PenstockError, LookupError):

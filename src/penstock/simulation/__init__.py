@@ -1,0 +1,1 @@
+"""What a schedule will take: time, memory, and where both go."""

@@ -1,0 +1,202 @@
+"""What every action costs: time, bytes on the wire, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from penstock.errors import CostsError, FormatError, ReadError, WriteError
+from penstock.ir.formats.files import read_text, replace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+#: A number for all, or one for each stage, or for each edge between a stage and the next.
+Amount: TypeAlias = float | tuple[float, ...]
+
+_PER_EDGE: Final = ("latency", "bandwidth", "activation_bytes", "gradient_bytes")
+_ONE_FOR_ALL: Final = ("dispatch", "overlap")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What every action costs. Any unit of time and any unit of memory will do, if it is the same everywhere.
+
+    A field is a number, or a sequence of one per stage; those of transfers, one per edge: the first is the edge between
+    the stages 0 and 1, in both directions.
+
+    >>> costs = Costs(forward=[1, 1, 1, 2], backward_input=1, backward_weight=1, latency=0.1)
+    >>> costs.per_stage("backward", stages=4)
+    array([2., 2., 2., 2.])
+
+    Attributes:
+        forward: time of F.
+        backward_input: time of I, the gradient of the inputs.
+        backward_weight: time of W, the gradient of the weights.
+        backward: time of B; by default the sum of the two.
+        latency: time that a transfer takes besides its bytes.
+        bandwidth: bytes per unit of time; by default bytes take no time.
+        activation_bytes: what goes over an edge forward, for one microbatch.
+        gradient_bytes: what comes back; by default as much.
+        dispatch: time that a rank takes to start an action of any type.
+        overlap: time of an OVERLAP_F_B, as a share of what its parts take one after the other.
+        unshard: time of UNSHARD.
+        reduce: time of REDUCE_GRAD.
+        optimizer: time of the optimizer for a stage, after the last action of its rank.
+        activation: memory that a microbatch takes in a stage, from the start of F until it is released: by B at its
+            end, or by I and W at theirs.
+        input_release: the share of it that I releases; W releases the rest.
+        static: memory of a stage that is always taken: weights, gradients, optimizer.
+    """
+
+    forward: Amount = 1.0
+    backward_input: Amount = 1.0
+    backward_weight: Amount = 1.0
+    backward: Amount | None = None
+    latency: Amount = 0.0
+    bandwidth: Amount | None = None
+    activation_bytes: Amount = 0.0
+    gradient_bytes: Amount | None = None
+    dispatch: float = 0.0
+    overlap: float = 1.0
+    unshard: Amount = 0.0
+    reduce: Amount = 0.0
+    optimizer: Amount = 0.0
+    activation: Amount = 1.0
+    input_release: Amount = 0.0
+    static: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, _checked(field.name, value))
+        if self.bandwidth is not None and not np.any(self.activation_bytes) and not np.any(self.gradient_bytes or 0.0):
+            raise CostsError(
+                "bandwidth has no meaning without activation_bytes or gradient_bytes: say how much is sent",
+                field="bandwidth",
+                value=self.bandwidth,
+            )
+
+    def per_stage(self, field: str, stages: int) -> NDArray[np.float64]:
+        """A field as an array with an entry for each of so many stages; ``backward`` with its default filled in."""
+        value = getattr(self, field)
+        if field == "backward" and value is None:
+            return self.per_stage("backward_input", stages) + self.per_stage("backward_weight", stages)
+        return _spread(field, value, stages, "stages")
+
+    def transfer(self, stages: int, *, backward: bool) -> NDArray[np.float64]:
+        """How long a transfer takes over the edge behind each of the stages but the last."""
+        edges = max(stages - 1, 0)
+        time = _spread("latency", self.latency, edges, "edges")
+        sent = "gradient_bytes" if backward and self.gradient_bytes is not None else "activation_bytes"
+        size = _spread(sent, getattr(self, sent), edges, "edges")
+        if self.bandwidth is None:
+            return time
+        return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edges"))
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Costs:
+        """Costs from a mapping of fields, as JSON and TOML files hold them."""
+        known = [field.name for field in fields(cls)]
+        for name in table:
+            if name not in known:
+                near = get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+                raise CostsError(f"costs have no field {name!r}; {hint}", field=str(name), value=table[name])
+        return cls(**table)
+
+    def to_dict(self) -> dict[str, float | list[float]]:
+        """The fields that are given, as JSON and TOML files hold them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
+
+    @classmethod
+    def read(cls, path: str | Path) -> Costs:
+        """Read a ``.toml`` or ``.json`` file with a field per line or key."""
+        path = Path(path)
+        load = _by_suffix(path, {".toml": tomllib.loads, ".json": json.loads}, ReadError)
+        try:
+            table = load(read_text(path))
+            if not isinstance(table, dict):
+                raise FormatError('costs are a table of fields, e.g. {"forward": 1}')
+            return cls.from_dict(table)
+        except ReadError as error:
+            raise error.at(path=str(path)) from None
+        except CostsError as error:
+            raise CostsError(f"{path}: {error}", field=error.field, value=error.value) from None
+        except OSError as error:
+            raise FormatError(f"cannot be read: {error.strerror}", path=str(path)) from None
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"is damaged: {error}", path=str(path)) from None
+
+    def write(self, path: str | Path) -> None:
+        """Write a ``.toml`` or ``.json`` file that ``read`` reads. All of it or nothing."""
+        path = Path(path)
+        text = _by_suffix(path, {".toml": _as_toml, ".json": _as_json}, WriteError)(self.to_dict())
+        try:
+            replace(path, text)
+        except OSError as error:
+            raise WriteError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _by_suffix(
+    path: Path, choices: dict[str, Callable[[Any], Any]], error: type[ReadError] | type[WriteError]
+) -> Callable[[Any], Any]:
+    if path.suffix.lower() not in choices:
+        raise error(f"{path}: costs are in *.toml or *.json files")
+    return choices[path.suffix.lower()]
+
+
+def _as_toml(table: dict[str, float | list[float]]) -> str:
+    return "".join(f"{name} = {value!r}\n" for name, value in table.items())
+
+
+def _as_json(table: dict[str, float | list[float]]) -> str:
+    return json.dumps(table, indent=2) + "\n"
+
+
+def _checked(field: str, value: object) -> Amount:
+    """The value as a plain number, or a tuple of them; or an error that names the field."""
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+        if field in _ONE_FOR_ALL:
+            raise CostsError(f"{field} is one number for all, not {value!r}", field=field, value=value)
+        return tuple(_number(f"{field}[{place}]", field, one) for place, one in enumerate(value))
+    return _number(field, field, value)
+
+
+def _number(place: str, field: str, value: object) -> float:
+    if isinstance(value, (str, bytes, bool, np.bool_)):
+        raise CostsError(f"{place} must be a number, not {value!r}", field=field, value=value)
+    try:
+        number = float(value)  # type: ignore[arg-type]  # whatever cannot be one says so
+    except (TypeError, ValueError, OverflowError):
+        raise CostsError(f"{place} must be a number, not {value!r}", field=field, value=value) from None
+    if not math.isfinite(number):
+        raise CostsError(f"{place} must be finite, not {value!r}", field=field, value=value)
+    if number < 0 or (number == 0 and field in ("bandwidth", "overlap")):
+        least = "more than 0" if field in ("bandwidth", "overlap") else "at least 0"
+        raise CostsError(f"{place} must be {least}, not {value!r}", field=field, value=value)
+    if number > 1 and field == "input_release":
+        raise CostsError(f"{place} is a share, from 0 to 1, not {value!r}", field=field, value=value)
+    return number
+
+
+def _spread(field: str, value: Amount, count: int, what: str) -> NDArray[np.float64]:
+    if isinstance(value, tuple) and len(value) != count:
+        raise CostsError(
+            f"{field} has {len(value)} numbers, but there are {count} {what}: give one for each, or one for all",
+            field=field,
+            value=value,
+        )
+    return np.full(count, value, np.float64) if isinstance(value, float) else np.array(value, np.float64)

@@ -1,0 +1,67 @@
+"""From a schedule and its costs to a timeline: the longest path through the event graph."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.errors import CostsError, ScheduleError
+from penstock.graph.timing import starts
+from penstock.ir.numbers import whole_number
+from penstock.ir.schedule import Schedule
+from penstock.simulation.costs import Costs
+from penstock.simulation.flow import Flow, flow_of
+from penstock.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from penstock.graph.models import CommModel
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    model: CommModel | None = None,
+    steps: int = 1,
+    synchronise: bool = True,
+) -> Timeline:
+    """When everything happens if each action starts as soon as it can.
+
+    Exact, deterministic and linear: the longest path through the graph that also proves the schedule.
+
+    >>> from penstock.schedules.registry import build
+    >>> timeline = simulate(build("1F1B", ranks=4, microbatches=8), Costs(forward=1, backward_input=1))
+    >>> timeline.makespan, timeline.bubble_rate, timeline.peak_memory
+    (33.0, 0.2727272727272727, (4.0, 3.0, 2.0, 1.0))
+
+    Args:
+        schedule: compute-only, then its transfers are implied; or lowered.
+        costs: what its actions cost; by default F, I and W take 1, and transfers nothing.
+        model: how communication behaves. By default a transfer takes its time and stands in nobody's way.
+        steps: how many steps to run, one after the other.
+        synchronise: whether a rank begins a step only when all have ended the one before.
+
+    Raises:
+        VerificationError: the schedule would not run.
+        CostsError: the costs do not fit it.
+    """
+    flow, costs = prepared(schedule, costs, model, steps, synchronise=synchronise)
+    duration = flow.durations(costs)
+    start, critical = starts(flow.order, duration, flow.delays(costs), flow.releases(costs))
+    return Timeline(schedule, costs, flow, start, duration, critical)
+
+
+def prepared(
+    schedule: Schedule,
+    costs: Costs | None,
+    model: CommModel | None = None,
+    steps: int = 1,
+    *,
+    synchronise: bool = True,
+) -> tuple[Flow, Costs]:
+    """The flow of a schedule, and the costs with their default, both checked."""
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"a Schedule can be simulated, not {schedule!r}")
+    costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
+    return flow_of(schedule, model, whole_number("steps", steps, least=1), bool(synchronise)), costs

@@ -1,0 +1,326 @@
+"""What happens when: the result of a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from penstock.errors import WriteError
+from penstock.graph.timing import NOTHING
+from penstock.ir import packed
+from penstock.ir.actions import SEND_B, SEND_F, Action
+from penstock.simulation.flow import DATA
+from penstock.simulation.idle import CAUSES, Idle, intervals
+from penstock.simulation.memory import Held, held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from penstock.ir.schedule import Schedule
+    from penstock.simulation.costs import Costs
+    from penstock.simulation.flow import Flow
+
+    Ints = NDArray[np.signedinteger[Any]]
+    Floats = NDArray[np.float64]
+
+#: How a timeline is written to a file of each suffix; ``view/`` fills it when it is loaded.
+WRITERS: Final[dict[str, Callable[[Timeline, Path], None]]] = {}
+
+
+class Span(NamedTuple):
+    """An action and when it runs; a send or a receive, when its transfer is under way.
+
+    Attributes:
+        rank: the rank.
+        action: the action.
+        start: when it starts.
+        end: when it ends.
+        step: the step of training, from 0.
+    """
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+    step: int = 0
+
+
+class Transfer(NamedTuple):
+    """What goes from one rank to another, and when.
+
+    Attributes:
+        source: the rank that sends.
+        target: the rank that receives.
+        action: the send, even where the schedule does not spell it out.
+        start: when it sets out.
+        end: when it has arrived.
+        step: the step of training, from 0.
+    """
+
+    source: int
+    target: int
+    action: Action
+    start: float
+    end: float
+    step: int = 0
+
+
+class MemoryCurve(NamedTuple):
+    """What a rank holds: from each time on, until the next.
+
+    Attributes:
+        times: when it changes.
+        values: how much it is from then on.
+    """
+
+    times: Floats
+    values: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When every action of a schedule runs, where the time goes, and the memory.
+
+    Times count from the first start of all. Everything is per rank where it can be: ``timeline.peak_memory[rank]``.
+
+    Attributes:
+        schedule: what was simulated.
+        costs: what its actions cost.
+        flow: what waits for what.
+        node_start: when every node of the flow starts.
+        node_duration: how long each takes.
+        critical: for every node the edge of the flow that it waited for longest.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    flow: Flow
+    node_start: Floats
+    node_duration: Floats
+    critical: Ints
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {self.schedule.summary}, makespan {self.makespan:g}>"
+
+    @cached_property
+    def start(self) -> Floats:
+        """When every cell starts, rank by rank in order; of a receive, when its transfer does."""
+        return np.asarray(self.node_start[self.flow.graph.node] - self._origin)
+
+    @cached_property
+    def end(self) -> Floats:
+        """When every cell ends."""
+        return np.asarray(self.start + self.node_duration[self.flow.graph.node])
+
+    @cached_property
+    def _origin(self) -> float:
+        runs = self._timed
+        return float(self.node_start[runs].min()) if len(runs) else 0.0
+
+    @cached_property
+    def _timed(self) -> Ints:
+        return self.flow.timed(self.costs, self.node_duration)
+
+    @cached_property
+    def rank_start(self) -> Floats:
+        """When each rank starts."""
+        return self._of_ranks(np.minimum, self.start, np.inf)
+
+    @cached_property
+    def rank_end(self) -> Floats:
+        """When each rank has run its last action."""
+        return self._of_ranks(np.maximum, self.end, -np.inf)
+
+    def _of_ranks(self, choose: np.ufunc, times: Floats, nothing: float) -> Floats:
+        runs = self._timed
+        chosen = np.full(self.flow.ranks, nothing)
+        choose.at(chosen, self.flow.rank[runs], times[runs])
+        return np.where(np.isinf(chosen), 0.0, chosen)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start to the last end, over all ranks."""
+        return float(self.rank_end.max(initial=0.0))
+
+    @cached_property
+    def span(self) -> float:
+        """The longest that a rank takes from its own first start to its own last end."""
+        return float((self.rank_end - self.rank_start).max(initial=0.0))
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """How long each rank runs actions of its own."""
+        runs = self.flow.blocking
+        taken = self.node_duration[runs]
+        return tuple(np.bincount(self.flow.rank[runs], taken, self.flow.ranks).tolist())
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each rank does not: its bubble."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @cached_property
+    def communication(self) -> tuple[float, ...]:
+        """How long each rank has at least one transfer under way."""
+        return tuple(self._covered(rank) for rank in range(self.flow.ranks))
+
+    @property
+    def ideal(self) -> float:
+        """The longest that a rank is busy: no order of these actions takes less."""
+        return max(self.busy, default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """How much longer than the ideal it takes."""
+        return self.makespan - self.ideal
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of the makespan that is bubble."""
+        return self.bubble / self.makespan if self.makespan else 0.0
+
+    @property
+    def span_bubble_rate(self) -> float:
+        """The share of the span that is bubble: what counts if ranks need not wait for each other between steps."""
+        return (self.span - self.ideal) / self.span if self.span else 0.0
+
+    @cached_property
+    def step_time(self) -> float:
+        """From the end of the step before the last to that of the last, with the optimizer: what a step takes.
+
+        It is that of a long run once there are enough ``steps``: two if ranks wait for each other between steps.
+        """
+        flow = self.flow
+        first = flow.cells + (flow.steps * flow.ranks if flow.synchronise else 0)
+        each = 1 if flow.synchronise else flow.ranks
+        nodes = np.arange(first, first + flow.steps * each).reshape(flow.steps, each)
+        ends = (self.node_start[nodes] + self.node_duration[nodes] - self._origin).max(axis=1)
+        return float(ends[-1] - (ends[-2] if flow.steps > 1 else 0.0))
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The most that each rank holds at any time."""
+        peaks = self._held.static.copy()
+        np.maximum.at(peaks, self.flow.rank[self.flow.blocking], self._held.during)
+        return tuple(peaks.tolist())
+
+    @cached_property
+    def memory(self) -> tuple[MemoryCurve, ...]:
+        """What each rank holds over time."""
+        runs = self.flow.blocking
+        bounds = np.searchsorted(self.flow.rank[runs], np.arange(self.flow.ranks + 1)).tolist()
+        curves = []
+        for rank, (begin, end) in enumerate(pairwise(bounds)):
+            mine = runs[begin:end]
+            times = np.stack([self.start[mine], self.end[mine]], axis=1).ravel()
+            values = np.stack([self._held.during[begin:end], self._held.after[begin:end]], axis=1).ravel()
+            static = self._held.static[rank]
+            curves.append(MemoryCurve(np.append(0.0, times), np.append(static, values)))
+        return tuple(curves)
+
+    @cached_property
+    def _held(self) -> Held:
+        return held(self.flow, self.costs)
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every action with its times, rank by rank in order."""
+        rows = self.flow.schedule.actions
+        actions = [action for row in rows for _ in range(self.flow.steps) for action in row]
+        facts = zip(
+            self.flow.rank.tolist(),
+            actions,
+            self.start.tolist(),
+            self.end.tolist(),
+            self.flow.step.tolist(),
+            strict=True,
+        )
+        return tuple(map(Span._make, facts))
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Everything that goes to another rank, with its times; also what the schedule does not spell out."""
+        flow = self.flow
+        source, target, start, end, step = self._transfer_facts
+        if flow.leaves.has_transfers:
+            codes = flow.leaves.codes[flow.pairs.send]
+        else:
+            edges = np.flatnonzero(flow.reason == DATA)
+            stage = flow.leaves.stage[flow.graph.awaited[edges]].astype(np.int64)
+            microbatch = flow.leaves.microbatch[flow.graph.awaited[edges]]
+            forward = flow.leaves.stage[flow.graph.waiting[edges]] > stage
+            codes = np.where(forward, *(packed.pack(stage, kind, microbatch) for kind in (SEND_F, SEND_B)))
+        codes = packed.later(codes, -step.astype(np.int64) * flow.schedule.microbatches)
+        facts = zip(
+            source.tolist(), target.tolist(), packed.unpack_cells(codes), start.tolist(), end.tolist(), step.tolist(),
+            strict=True,
+        )  # fmt: skip
+        return tuple(map(Transfer._make, facts))
+
+    @cached_property
+    def _transfer_facts(self) -> tuple[Ints, Ints, Floats, Floats, Ints]:
+        """Of all transfers: from which rank, to which, start, end, and the step."""
+        flow, cell = self.flow, self.flow.leaves.cell
+        if flow.leaves.has_transfers:
+            sent, received = cell[flow.pairs.send], cell[flow.pairs.receive]
+            return flow.rank[sent], flow.rank[received], self.start[sent], self.end[sent], flow.step[sent]
+        edges = np.flatnonzero(flow.reason == DATA)
+        made, used = flow.source[edges], flow.target[edges]
+        delay = flow.delays(self.costs)[edges]
+        return flow.rank[made], flow.rank[used], self.end[made], self.end[made] + delay, flow.step[made]
+
+    def _covered(self, rank: int) -> float:
+        """How long some transfer of the rank is under way: the union of their times."""
+        source, target, start, end, _ = self._transfer_facts
+        mine = np.flatnonzero((source == rank) | (target == rank))
+        mine = mine[np.argsort(start[mine], kind="stable")]
+        reached = np.maximum.accumulate(np.append(0.0, end[mine]))[:-1]
+        return float(np.maximum(end[mine] - np.maximum(start[mine], reached), 0.0).sum())
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of actions that the makespan is made of: each waits for the one before."""
+        runs = self._timed
+        if not len(runs):
+            return ()
+        node = int(runs[np.argmax(self.end[runs])])
+        path = []
+        while node != NOTHING:
+            if node < self.flow.cells:
+                path.append(self.spans[node])
+            edge = int(self.critical[node])
+            node = NOTHING if edge == NOTHING else int(self.flow.source[edge])
+        return tuple(reversed(path))
+
+    @cached_property
+    def waits(self) -> tuple[Idle, ...]:
+        """Every interval in which a rank is idle, with its cause, rank by rank in order."""
+        return intervals(self)
+
+    @property
+    def idle_by_cause(self) -> dict[str, float]:
+        """How long all ranks together are idle, by cause; the most first."""
+        total = dict.fromkeys(CAUSES, 0.0)
+        for wait in self.waits:
+            total[wait.cause] += wait.end - wait.start
+        return dict(sorted(((cause, time) for cause, time in total.items() if time), key=lambda item: -item[1]))
+
+    def write(self, path: str | Path) -> None:
+        """Write a picture or a trace; the suffix says which.
+
+        ``.html`` is an interactive page, ``.json`` a trace for Perfetto, ``.png`` and ``.svg`` are charts.
+        """
+        path = Path(path)
+        import_module("penstock.view")  # it registers its writers; this layer does not know it
+        if path.suffix.lower() not in WRITERS:
+            known = ", ".join(f"*{suffix}" for suffix in WRITERS)
+            raise WriteError(f"{path}: a timeline is written to {known}")
+        WRITERS[path.suffix.lower()](self, path)
