@@ -54,5 +54,5 @@ def test_a_cycle_of_compute_alone_cannot_be_repaired():
 
 def test_what_else_is_wrong_comes_first():
     broken = ps.Schedule([["0F0", "0SEND_F0"], ["1F0"]])
-    with pytest.raises(ps.VerificationError, match="0SEND_F0 has no RECV_F on its other side"):
+    with pytest.raises(ps.VerificationError, match="0SEND_F0 has no 1RECV_F0 on rank 1"):
         ps.repair(broken, PAIR)

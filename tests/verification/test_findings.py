@@ -7,7 +7,9 @@ import pytest
 from torch.distributed.pipelining import schedules as upstream
 
 import penstock as ps
+from penstock.graph.leaves import Leaves
 from penstock.verification.findings import MOST_FINDINGS
+from penstock.verification.memory import peaks
 
 RIGHT = """
     rank 0: 0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE_GRAD
@@ -38,18 +40,26 @@ def test_nothing_is_wrong_with_it():
         ("1W1 ", "1W1 1B1 ", "rank 1, step 7: 1I1 is half of a backward that is there as a whole too"),
         ("1I1 1SEND_B1 1W1", "1W1 1I1 1SEND_B1", "rank 1, step 7: 1W1 needs 1I1, which comes later, at step 8"),
         ("1F0 1RECV_F1 1F1 1B0", "1B0 1RECV_F1 1F1 1F0", "rank 1, step 2: 1B0 needs 1F0, which comes later, at step 5"),
-        ("1RECV_F1 1F1", "(1F1;1F1)OVERLAP_F_B 1RECV_F1", "1RECV_F1 comes after what it receives is used"),
-        ("1RECV_F0 ", "", "rank 0, step 2: 0SEND_F0 has no RECV_F on its other side; add that, or drop this"),
-        ("0SEND_F0 ", "", "rank 1, step 1: 1RECV_F0 has no SEND_F on its other side"),
+        ("1RECV_F1 1F1", "(1F1;1F1)OVERLAP_F_B 1RECV_F1", "1RECV_F1 comes after 1F1, which uses it"),
+        ("1RECV_F0 ", "", "rank 0, step 2: 0SEND_F0 has no 1RECV_F0 on rank 1; add 1RECV_F0 before 1F0 on rank 1"),
+        ("0SEND_F0 ", "", "rank 1, step 1: 1RECV_F0 has no 0SEND_F0 on rank 0; add 0SEND_F0 behind 0F0 on rank 0"),
         ("0SEND_F0 ", "0SEND_F0 0SEND_F0 ", "rank 0, step 3: 0SEND_F0 is there a second time"),
         ("0SEND_F0 ", "0SEND_F0 0RECV_F0 ", "rank 0, step 3: 0RECV_F0 has no stage on its other side; drop it"),
-        ("0F0 0SEND_F0", "0SEND_F0 0F0", "rank 0, step 1: 0SEND_F0 comes before what it sends is made"),
-        ("1RECV_F0 1F0", "1F0 1RECV_F0", "rank 1, step 2: 1RECV_F0 comes after what it receives is used"),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 comes before 0F0, which makes what it sends; move it behind 0F0"),
+        ("1RECV_F0 1F0", "1F0 1RECV_F0", "rank 1, step 2: 1RECV_F0 comes after 1F0, which uses it; move it before 1F0"),
         ("0UNSHARD ", "0UNSHARD 0UNSHARD ", "rank 0, step 1: 0UNSHARD, but the stage is unsharded already; drop it"),
-        ("0UNSHARD ", "", "rank 0, step 0: 0F0 runs on a stage that was not unsharded; unshard it before"),
-        ("0F1 ", "0RESHARD 0F1 ", "rank 0, step 4: 0F1 runs on a stage that was resharded before it"),
+        ("0UNSHARD ", "", "0F0 runs on a stage that was not unsharded (and 3 more until 0RESHARD at step 8); add"),
+        (
+            "0F1 ",
+            "0RESHARD 0F1 ",
+            "rank 0, step 4: 0F1 runs on a stage that was resharded before it, by 0RESHARD at step 3",
+        ),
         ("0RESHARD ", "0RESHARD 0RESHARD ", "rank 0, step 10: 0RESHARD, but the stage is not unsharded"),
-        ("0B1 0RESHARD 0REDUCE_GRAD", "0REDUCE_GRAD 0B1 0RESHARD", "step 8: 0REDUCE_GRAD comes before the last grad"),
+        (
+            "0B1 0RESHARD 0REDUCE_GRAD",
+            "0REDUCE_GRAD 0B1 0RESHARD",
+            "0REDUCE_GRAD comes before 0B1, the last gradients of the",
+        ),
         ("0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD", "rank 0, step 11: 0REDUCE_GRAD is there a second time"),
         ("0REDUCE_GRAD", "", "rank 0: 0REDUCE_GRAD is missing, though other stages have theirs; add it to rank 0"),
     ],
@@ -63,10 +73,55 @@ def test_every_kind(old, new, told):
         assert finding.action is not None
 
 
+@pytest.mark.parametrize(
+    ("row", "told", "marks"),
+    [
+        (
+            "0F0 0F1 0B0 0B1 0RESHARD",
+            "0F0 runs on a stage that was not unsharded (and 3 more until 0RESHARD at step 4); add 0UNSHARD before it",
+            [(0, 0)],
+        ),
+        (
+            "0F0 0UNSHARD 0F1 0B0 0B1 0RESHARD",
+            "0F0 runs on a stage that was not unsharded; move 0UNSHARD before it",
+            [(0, 0)],
+        ),
+        (
+            "0UNSHARD 0F0 0RESHARD 0F1 0B0 0B1",
+            "0F1 runs on a stage that was resharded before it, by 0RESHARD at step 2 (and 2 more to the end); "
+            "move 0RESHARD behind 0B1",
+            [(0, 2), (0, 3)],
+        ),
+        (
+            "0UNSHARD 0F0 0F1 0RESHARD 0B0 0B1 0RESHARD",
+            "0B0 runs on a stage that was resharded before it, by 0RESHARD at step 3 (and 1 more until 0RESHARD at "
+            "step 6); drop that 0RESHARD, or add 0UNSHARD before 0B0",
+            [(0, 3), (0, 4)],
+        ),
+        (
+            "0UNSHARD 0F0 0F1 0RESHARD 0B0 0UNSHARD 0B1 0RESHARD",
+            "0B0 runs on a stage that was resharded before it, by 0RESHARD at step 3; "
+            "move 0RESHARD behind 0B0, or 0UNSHARD before 0B0",
+            [(0, 3), (0, 4)],
+        ),
+    ],
+)
+def test_sharding_is_told_once_by_its_cause(row, told, marks):
+    (finding,) = ps.check(ps.Schedule([row.split()]))
+    assert str(finding).endswith(f": {told}")
+    assert list(finding.marks) == marks
+
+
+def test_both_ends_of_what_is_untimely_are_marked():
+    (finding, *_) = found(RIGHT.replace("1RECV_F0 1F0", "1F0 1RECV_F0"))
+    assert finding.marks == ((1, 2), (1, 1))
+
+
 def test_a_transfer_that_is_nowhere():
     findings = found(RIGHT.replace("0SEND_F0 ", "").replace("1RECV_F0 ", ""))
     assert [str(finding) for finding in findings] == [
-        "rank 1, step 1: 1F0 needs what another rank makes, and nobody sends it; add 0SEND_F0 and 1RECV_F0"
+        "rank 1, step 1: 1F0 needs what stage 0 makes on rank 0, and nobody sends it; "
+        "add 0SEND_F0 on rank 0 and 1RECV_F0 on rank 1"
     ]
 
 
@@ -86,12 +141,35 @@ def test_memory():
     assert found(RIGHT, memory_limit=2) == []
     findings = found(RIGHT, memory_limit=1)
     assert [str(finding) for finding in findings] == [
-        "rank 0, step 3: with 0F1 the rank holds 2 activations, and 1 is the limit; run a backward before it",
-        "rank 1, step 4: with 1F1 the rank holds 2 activations, and 1 is the limit; run a backward before it",
+        "rank 0, step 3: with 0F1 the rank holds 2 activations, and 1 is the limit; "
+        "run 0B0 before it: an I releases nothing, only a W or B does",
+        "rank 1, step 4: with 1F1 the rank holds 2 activations, and 1 is the limit; "
+        "run 1B0 before it: an I releases nothing, only a W or B does",
     ]
     v_half = ps.build("V-Half", ranks=8, microbatches=24)
     assert ps.check(v_half, memory_limit=10) == []
     assert {finding.kind for finding in ps.check(v_half, memory_limit=9)} == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("row", "limit", "told"),
+    [
+        ("0F0 0B0", 0, "with 0F0 the rank holds 1 activation, and 0 is the limit; raise the limit: there is no B or W"),
+        ("0F0 0I0 0F1 0W0 0B1", 1, "run 0W0 before it: an I releases nothing, only a W or B does"),
+        ("0F0 0F1 0B0 0F2 0B1 0B2", 1, "with 0F1 the rank holds 2 activations, and 1 is the limit; run 0B0 before it"),
+        ("0F0 1F0 1B0 0B0", 1, "with 1F0 the rank holds 2 activations, and 1 is the limit; raise the limit"),
+        ("0F0 0F1", 1, "with 0F1 the rank holds 2 activations, and 1 is the limit; raise the limit"),
+    ],
+)
+def test_what_would_release_memory(row, limit, told):
+    (finding,) = ps.check(ps.Schedule([row.split()]), memory_limit=limit)
+    assert told in str(finding)
+
+
+def test_the_peak_of_each_rank():
+    assert peaks(Leaves(ps.build("1F1B", ranks=4, microbatches=8))) == [4, 3, 2, 1]
+    idle = ps.Schedule([["0F0", "(0B0;0F1)OVERLAP_F_B", "0B1"], [None]], placement=ps.Placement((0,), 2))
+    assert peaks(Leaves(idle)) == [2, 0]
 
 
 def test_a_deadlock_is_told_as_a_cycle_and_marked():
@@ -125,6 +203,32 @@ def test_a_deadlock_of_compute_alone():
         "rank 0 waits in 0B0, ahead of 0F1, for rank 1, which waits in 1F1, ahead of 1B0, "
         "for rank 0 (under rendezvous, a lane per pair)"
     )
+
+
+HOPELESS = """
+    rank 0: 0F0 0SEND_F0 0RECV_B0 0B0 0F1 0SEND_F1 0RECV_B1 0B1
+    rank 1: 1RECV_F0 1RECV_F1 1F0 1F1 1B0 1SEND_B0 1B1 1SEND_B1
+"""
+
+
+def test_no_order_of_transfers_can_help_if_compute_waits_in_a_circle():
+    (finding,) = found(HOPELESS)
+    assert finding.kind == "deadlock"
+    assert finding.fix == ("reorder the compute actions (0B0 on rank 0, 1F1 on rank 1): no order of transfers can help")
+
+
+def test_what_else_is_wrong_is_to_be_mended_before_a_deadlock():
+    *_, deadlock = found(HOPELESS.replace("1SEND_B1", "1SEND_B1 1SEND_B1"))
+    assert (deadlock.kind, deadlock.fix) == ("deadlock", "mend what else is wrong first, and check again")
+
+
+def test_repair_is_proposed_where_it_helps():
+    swapped = ps.Schedule([["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F1", "1RECV_F0", "1F0", "1F1"]])
+    (finding,) = ps.check(swapped)
+    assert finding.fix == (
+        "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"
+    )
+    assert ps.check(ps.repair(swapped)) == []
 
 
 @pytest.mark.parametrize(
@@ -170,6 +274,12 @@ def test_thousands_of_findings_are_counted_and_a_window_is_shown():
     assert caught.value.findings[-1].kind == "more"
     assert "and 3950 more (in all: 1999 repeated, 1999 missing)" in str(caught.value)
     assert len(str(caught.value)) < 8000
+
+
+def test_the_rest_is_counted_by_kind():
+    lowered = ps.lower(ps.build("GPipe", ranks=2, microbatches=64), unshard=False, reduce=False)
+    rows = [[str(cell) for cell in row if "RECV" not in str(cell)] for row in lowered.actions]
+    assert ps.check(ps.Schedule(rows))[-1].message == "and 80 more (in all: 128 unmatched)"
 
 
 def test_far_too_few_actions_for_the_microbatches():
@@ -228,7 +338,7 @@ def test_a_reduction_without_a_backward():
 
 
 def test_safe_models_does_not_speak_of_broken_schedules():
-    with pytest.raises(ps.VerificationError, match="1RECV_F0 has no SEND_F on its other side"):
+    with pytest.raises(ps.VerificationError, match="1RECV_F0 has no 0SEND_F0 on rank 0"):
         ps.safe_models(ps.Schedule([["0F0"], ["1RECV_F0", "1F0"]]))
 
 
@@ -244,8 +354,13 @@ SMALL = ps.build("1F1B", ranks=2, microbatches=2)
         (lambda: ps.check("x"), ps.ScheduleError, "a Schedule can be checked, not 'x'"),
         (lambda: ps.lower(None), ps.ScheduleError, "a Schedule can be lowered, not None"),
         (lambda: ps.check(SMALL, model="rendezvous"), ps.ModelError, "a model is a CommModel"),
-        (lambda: ps.check(SMALL, memory_limit=float("nan")), ps.SizeError, "memory_limit must be a number, not nan"),
-        (lambda: ps.check(SMALL, memory_limit="3"), ps.SizeError, "memory_limit must be a number, not '3'"),
+        (
+            lambda: ps.check(SMALL, memory_limit=float("nan")),
+            ps.SizeError,
+            "memory_limit must be a number from 0, not nan",
+        ),
+        (lambda: ps.check(SMALL, memory_limit="3"), ps.SizeError, "memory_limit must be a number from 0, not '3'"),
+        (lambda: ps.check(SMALL, memory_limit=-1), ps.SizeError, "memory_limit must be a number from 0, not -1"),
         (lambda: ps.lower(SMALL, max_active_stages="3"), ps.SizeError, "max_active_stages must be a whole number"),
         (lambda: ps.lower(SMALL, max_active_stages=1.5), ps.SizeError, "max_active_stages must be a whole number"),
         (lambda: ps.lower(SMALL, defer_receives=True, look_ahead=-1), ps.SizeError, "look_ahead must be at least 0"),

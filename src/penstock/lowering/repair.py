@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from penstock.errors import VerificationError
-from penstock.ir import packed
-from penstock.ir.dependencies import OPERATIONS
-from penstock.lowering.rows import ranks_of, rebuilt
 from penstock.lowering.send_receive import send_receive
 from penstock.verification.check import DEFAULT_MODEL, check
+from penstock.verification.deadlock import without_transfers
 from penstock.verification.window import picture
 
 if TYPE_CHECKING:
@@ -38,9 +34,3 @@ def repair(schedule: Schedule, model: CommModel = DEFAULT_MODEL) -> Schedule:
         broken = schedule if others[0] in findings else compute
         raise VerificationError(others, picture(broken, others))
     return send_receive(compute)
-
-
-def without_transfers(schedule: Schedule) -> Schedule:
-    """The schedule without its sends and receives."""
-    kept = ~np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in OPERATIONS])
-    return rebuilt(schedule, schedule.codes[kept], ranks_of(schedule)[kept])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,10 +16,11 @@ from penstock.ir.placement import first_gap
 from penstock.ir.schedule import Schedule
 from penstock.verification.complete import misplaced, missing, repeated
 from penstock.verification.deadlock import deadlocked, is_free
-from penstock.verification.findings import Finding, told
+from penstock.verification.findings import Finding, found, told
 from penstock.verification.memory import over_memory
 from penstock.verification.order import disordered
-from penstock.verification.sharding import wrongly_reduced, wrongly_sharded
+from penstock.verification.reductions import wrongly_reduced
+from penstock.verification.sharding import wrongly_sharded
 from penstock.verification.transfers import untransferred
 from penstock.verification.window import picture
 
@@ -55,10 +55,11 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
     if too_sparse(schedule):
         return [_sparse(schedule)]
     leaves = Leaves(schedule)
-    problems = [*_structure(leaves), deadlocked(leaves, model)]
+    problems = found(_structure(leaves))
+    problems += found([deadlocked(leaves, model, alone=not problems)])
     if memory_limit is not None:
-        problems.append(over_memory(leaves, memory_limit))
-    return told(chain.from_iterable(problems))
+        problems += found([over_memory(leaves, memory_limit)])
+    return told(problems)
 
 
 def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit: float | None = None) -> None:
@@ -71,7 +72,7 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
 def verify_structure(schedule: Schedule) -> None:
     """``verify`` without the proof that nothing waits in a circle: for who proves that on the way."""
     _check_arguments(schedule, DEFAULT_MODEL, None)
-    findings = [_sparse(schedule)] if too_sparse(schedule) else told(chain.from_iterable(_structure(Leaves(schedule))))
+    findings = [_sparse(schedule)] if too_sparse(schedule) else told(found(_structure(Leaves(schedule))))
     if findings:
         raise VerificationError(findings, picture(schedule, findings))
 
@@ -104,8 +105,11 @@ def verify_change(
     if REDUCE_GRAD in touched:
         problems.append(wrongly_reduced(leaves))
     if not touched.isdisjoint(OPERATIONS):
-        problems += [repeated(leaves), untransferred(leaves), deadlocked(leaves, model, turns)]
-    if findings := told(chain.from_iterable(problems)):
+        problems += [repeated(leaves), untransferred(leaves)]
+    wrong = found(problems)
+    if not touched.isdisjoint(OPERATIONS):
+        wrong += deadlocked(leaves, model, turns, alone=not wrong)
+    if findings := told(wrong):
         raise VerificationError(findings, picture(after, findings))
     return None
 
@@ -129,7 +133,7 @@ def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     leaves = Leaves(schedule)
-    if findings := told(chain.from_iterable(_structure(leaves))):
+    if findings := told(found(_structure(leaves))):
         raise VerificationError(findings, picture(schedule, findings))
     return {model: is_free(leaves, model) for model in MODELS}
 
@@ -152,11 +156,14 @@ def _check_arguments(schedule: object, model: object, memory_limit: object) -> N
         raise ScheduleError(f"a Schedule can be checked, not {schedule!r}")
     if not isinstance(model, CommModel):
         raise ModelError(f"a model is a CommModel, e.g. CommModel('rendezvous', 'pair'), not {model!r}")
-    number = isinstance(memory_limit, (int, float)) and not isinstance(memory_limit, bool)
-    if memory_limit is not None and (not number or memory_limit != memory_limit):
+    if memory_limit is not None and not _is_limit(memory_limit):
         raise SizeError(
-            f"memory_limit must be a number, not {memory_limit!r}", field="memory_limit", value=memory_limit
+            f"memory_limit must be a number from 0, not {memory_limit!r}", field="memory_limit", value=memory_limit
         )
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def _sparse(schedule: Schedule) -> Finding:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from penstock.graph.events import REASONS, event_graph
+from penstock.graph.leaves import Leaves
 from penstock.graph.walk import UNREACHED, longest_path
+from penstock.ir import packed
 from penstock.ir.dependencies import OPERATIONS
 from penstock.verification.findings import Finding, Problem, action_at, position
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.graph.events import EventGraph
-    from penstock.graph.leaves import Leaves
     from penstock.graph.models import CommModel
+    from penstock.ir.schedule import Schedule
 
     Ints = NDArray[np.signedinteger[Any]]
 
@@ -39,11 +41,17 @@ def is_free(leaves: Leaves, model: CommModel) -> bool:
     return not (_starts(event_graph(leaves, model)) == UNREACHED).any()
 
 
-def deadlocked(leaves: Leaves, model: CommModel, turns: Ints | None = None) -> Iterator[Problem]:
+def without_transfers(schedule: Schedule) -> Schedule:
+    """The schedule without its sends and receives: if it waits in a circle, no order of transfers can help."""
+    kept = ~np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in OPERATIONS])
+    return schedule.with_codes(schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets])
+
+
+def deadlocked(leaves: Leaves, model: CommModel, turns: Ints | None = None, *, alone: bool = True) -> Iterator[Problem]:
     """The cycle that a deadlock is made of.
 
     Whoever made the schedule may hand over ``turns``, one per action. If everything that is waited for has an earlier
-    turn than what waits, there is no cycle, and no need to walk.
+    turn than what waits, there is no cycle, and no need to walk. ``alone`` says that nothing else is wrong.
     """
     graph = event_graph(leaves, model)
     if turns is not None and _all_wait_for_earlier(graph, turns):
@@ -52,7 +60,7 @@ def deadlocked(leaves: Leaves, model: CommModel, turns: Ints | None = None) -> I
     if (starts != UNREACHED).all():
         return
     cycle = _Stuck(graph, starts).cycle()
-    yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(leaves, cycle, model))
+    yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(leaves, cycle, model, alone=alone))
 
 
 def _all_wait_for_earlier(graph: EventGraph, turns: Ints) -> bool:
@@ -134,7 +142,7 @@ _BY_REASON: Final = {
 }
 
 
-def _told(leaves: Leaves, cycle: list[Wait], model: CommModel) -> Finding:
+def _told(leaves: Leaves, cycle: list[Wait], model: CommModel, *, alone: bool) -> Finding:
     """In words: per rank where it is stuck, and what it would do for the rank before if it were not."""
     stays = _stays(leaves, cycle)
     links = []
@@ -148,16 +156,31 @@ def _told(leaves: Leaves, cycle: list[Wait], model: CommModel) -> Finding:
     message = "".join(links) + skipped + f"rank {leaves.rank[stays[0][0]]}"
     rank, step = position(leaves, stays[0][0])
     marks = tuple(dict.fromkeys(position(leaves, place) for stay in stays[:MOST_LINKS] for place in stay[:2]))
-    movable = "penstock.repair(schedule, model) can move communication"
     return Finding(
         "deadlock",
         rank,
         step,
         action_at(leaves, stays[0][0]),
         f"{message} (under {model})",
-        f"reorder: {movable}" if leaves.has_transfers else "reorder these: no order of transfers can help",
+        _advice(leaves, model, alone=alone),
         marks,
     )
+
+
+def _advice(leaves: Leaves, model: CommModel, *, alone: bool) -> str:
+    """What to do about a deadlock: moving transfers helps unless the compute actions alone wait in a circle."""
+    if not leaves.has_transfers:
+        return "reorder these: no order of transfers can help"
+    if not alone:
+        return "mend what else is wrong first, and check again"
+    compute = Leaves(without_transfers(leaves.schedule))
+    graph = event_graph(compute, model)
+    starts = _starts(graph)
+    if (starts == UNREACHED).any():
+        stays = _stays(compute, _Stuck(graph, starts).cycle())[:MOST_LINKS]
+        stuck = ", ".join(f"{action_at(compute, place)} on rank {compute.rank[place]}" for place, _, _ in stays)
+        return f"reorder the compute actions ({stuck}): no order of transfers can help"
+    return "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"
 
 
 def _stays(leaves: Leaves, cycle: list[Wait]) -> list[tuple[int, int, str]]:

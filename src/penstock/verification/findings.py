@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.ir import packed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -63,13 +64,14 @@ class Problem(NamedTuple):
     tell: Callable[[int], Finding]
 
 
-def at(leaves: Leaves, kind: str, message: str, fix: str) -> Callable[[int], Finding]:
-    """How to tell of an action that is there; ``{}`` in the words stands for it."""
+def at(leaves: Leaves, kind: str, message: str, fix: str, *others: int) -> Callable[[int], Finding]:
+    """How to tell of an action that is there: ``{}`` in the words stands for it; ``others`` are marked with it."""
 
     def tell(place: int) -> Finding:
         action = action_at(leaves, place)
         rank, step = position(leaves, place)
-        return Finding(kind, rank, step, action, message.format(action), fix.format(action), marks=((rank, step),))
+        marks = ((rank, step), *(position(leaves, other) for other in others))
+        return Finding(kind, rank, step, action, message.format(action), fix.format(action), marks)
 
     return tell
 
@@ -87,14 +89,22 @@ def position(leaves: Leaves, place: int) -> tuple[int, int]:
     return rank, int(leaves.cell[place] - leaves.first_cell[rank])
 
 
-def told(problems: Iterable[Problem]) -> list[Finding]:
-    """The findings, as many as anybody reads, and a last one that counts the rest."""
-    found = [problem for problem in problems if len(problem.places)]
-    total = sum(len(problem.places) for problem in found)
-    share = max(1, MOST_FINDINGS // max(1, len(found)))
-    findings = [problem.tell(int(place)) for problem in found for place in problem.places[:share]]
+def found(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
+    """What the checks found: the problems that are somewhere."""
+    return [problem for check in checks for problem in check if len(problem.places)]
+
+
+def told(problems: Sequence[Problem]) -> list[Finding]:
+    """The findings, as many as anybody reads, and a last one that counts the rest by kind."""
+    if not problems:
+        return []
+    share = max(1, MOST_FINDINGS // len(problems))
+    findings = [problem.tell(int(place)) for problem in problems for place in problem.places[:share]]
     findings = findings[:MOST_FINDINGS]
-    if total > len(findings):
-        kinds = ", ".join(f"{len(problem.places)} {problem.kind}" for problem in found)
-        findings.append(Finding("more", None, None, None, f"and {total - len(findings)} more (in all: {kinds})", ""))
+    kinds: Counter[str] = Counter()
+    for problem in problems:
+        kinds[problem.kind] += len(problem.places)
+    if (rest := kinds.total() - len(findings)) > 0:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        findings.append(Finding("more", None, None, None, f"and {rest} more (in all: {counts})", ""))
     return findings

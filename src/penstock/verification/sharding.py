@@ -1,19 +1,21 @@
-"""Parameters are gathered before they are used, and gradients reduced once, when they are complete."""
+"""Parameters are gathered before they are used, and released after their last use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from penstock.graph.sorting import order_by
-from penstock.ir.actions import BACKWARD_WEIGHT, COMPUTE, FULL_BACKWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
-from penstock.verification.findings import Finding, Problem, at
+from penstock.ir.actions import COMPUTE, RESHARD, UNSHARD, Action
+from penstock.verification.findings import Finding, Problem, action_at, at, position
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.leaves import Leaves
+    from numpy.typing import NDArray
+
+    from penstock.graph.leaves import Leaves, Places
 
 
 def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
@@ -32,72 +34,101 @@ def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
     unshards = changes & leaves.is_kind(places, UNSHARD)
     if (gathered != unshards).all():
         return  # whatever is not an UNSHARD has the parameters, and an UNSHARD has not
-    computes = ~changes
+    begins = np.append(True, np.diff(leaves.stage[places]) != 0)
+    behind_change = begins | np.append(False, changes[:-1])
+    starved = ~changes & ~gathered
+    yield from _starved(leaves, places, starved & behind_change, changes | begins)
     yield Problem(
         "unsharded_twice",
-        places[leaves.is_kind(places, UNSHARD) & gathered],
+        places[unshards & gathered],
         at(leaves, "unsharded_twice", "{}, but the stage is unsharded already", "drop it"),
     )
+    # Behind uses that lack an UNSHARD a RESHARD is not what is wrong: with the UNSHARD it is right.
     yield Problem(
         "resharded_twice",
-        places[leaves.is_kind(places, RESHARD) & ~gathered],
+        places[changes & ~unshards & ~gathered & behind_change],
         at(leaves, "resharded_twice", "{}, but the stage is not unsharded", "drop it"),
     )
-    yield Problem(
-        "resharded_in_use",
-        places[computes & known & ~gathered],
-        at(leaves, "resharded_in_use", "{} runs on a stage that was resharded before it", "reshard it later"),
-    )
-    yield Problem(
+
+
+def _starved(leaves: Leaves, places: Places, first: NDArray[np.bool_], ends: NDArray[np.bool_]) -> Iterator[Problem]:
+    """Uses without parameters, one problem for all up to the next change: the first use, and what to do.
+
+    Args:
+        leaves: the actions.
+        places: where the uses and changes are, stage by stage, in order.
+        first: which of them are the first use without parameters.
+        ends: which of them are a change, or the first of a stage.
+    """
+    boundaries = np.append(ends.nonzero()[0], len(places))
+
+    def run(number: int) -> _Run:
+        end = int(boundaries[np.searchsorted(boundaries, number, side="right")])
+        stage = leaves.stage[places[number]]
+        before = int(places[number - 1]) if number and leaves.stage[places[number - 1]] == stage else None
+        after = int(places[end]) if end < len(places) and leaves.stage[places[end]] == stage else None
+        return _Run(int(places[number]), int(places[end - 1]), end - number, before, after)
+
+    resharded = first & np.append(False, leaves.stage[places[1:]] == leaves.stage[places[:-1]])
+    numbers = first.nonzero()[0]
+    never = numbers[~resharded[numbers]]
+    yield Problem("not_unsharded", never, lambda number: _not_unsharded(leaves, run(number)))
+    yield Problem("resharded_in_use", resharded.nonzero()[0], lambda number: _resharded_in_use(leaves, run(number)))
+
+
+class _Run(NamedTuple):
+    """Uses of a stage in a row without its parameters, and the changes before and after them, where there are any."""
+
+    first: int
+    last: int
+    uses: int
+    before: int | None
+    after: int | None
+
+
+def _more(leaves: Leaves, run: _Run) -> str:
+    """The uses behind the first one, in words."""
+    if run.uses == 1:
+        return ""
+    end = f"until {_named(leaves, run.after)}" if run.after is not None else "to the end"
+    return f" (and {run.uses - 1} more {end})"
+
+
+def _named(leaves: Leaves, place: int) -> str:
+    return f"{action_at(leaves, place)} at step {position(leaves, place)[1]}"
+
+
+def _not_unsharded(leaves: Leaves, run: _Run) -> Finding:
+    action, (rank, step) = action_at(leaves, run.first), position(leaves, run.first)
+    unshard = Action(action.stage_index, UNSHARD)
+    late = run.after is not None and leaves.is_kind(np.array([run.after]), UNSHARD).all()
+    return Finding(
         "not_unsharded",
-        places[computes & ~known],
-        at(leaves, "not_unsharded", "{} runs on a stage that was not unsharded", "unshard it before"),
+        rank,
+        step,
+        action,
+        f"{action} runs on a stage that was not unsharded{_more(leaves, run)}",
+        f"{'move' if late else 'add'} {unshard} before it",
+        ((rank, step),),
     )
 
 
-def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
-    """REDUCE_GRAD too early, twice or not at all; nothing in a schedule without any."""
-    reductions = leaves.are(REDUCE_GRAD)
-    reductions = reductions[leaves.stage[reductions] < leaves.schedule.stages]
-    if not len(reductions):
-        return
-    backwards = leaves.are(FULL_BACKWARD, BACKWARD_WEIGHT)
-    backwards = backwards[leaves.stage[backwards] < leaves.schedule.stages]
-    last = np.full(leaves.schedule.stages, -1, np.int64)
-    last[leaves.stage[backwards]] = backwards  # in order: the last one stays
-    count = np.bincount(leaves.stage[reductions], minlength=leaves.schedule.stages)
-    if (count == (last >= 0)).all() and (last[leaves.stage[reductions]] < reductions).all():
-        return  # one of every stage that has gradients, behind them
-    _, first = np.unique(leaves.stage[reductions], return_index=True)
-    again = np.ones(len(reductions), bool)
-    again[first] = False
-    yield Problem(
-        "reduced_twice",
-        reductions[again],
-        at(leaves, "reduced_twice", "{} is there a second time", "drop it"),
+def _resharded_in_use(leaves: Leaves, run: _Run) -> Finding:
+    action, (rank, step) = action_at(leaves, run.first), position(leaves, run.first)
+    assert run.before is not None
+    reshard, unshard = action_at(leaves, run.before), Action(action.stage_index, UNSHARD)
+    if run.after is None:
+        fix = f"move {reshard} behind {action_at(leaves, run.last)}"
+    elif leaves.is_kind(np.array([run.after]), UNSHARD).all():
+        fix = f"move {reshard} behind {action_at(leaves, run.last)}, or {unshard} before {action}"
+    else:
+        fix = f"drop that {reshard}, or add {unshard} before {action}"
+    return Finding(
+        "resharded_in_use",
+        rank,
+        step,
+        action,
+        f"{action} runs on a stage that was resharded before it, by {_named(leaves, run.before)}{_more(leaves, run)}",
+        fix,
+        (position(leaves, run.before), (rank, step)),
     )
-    yield Problem(
-        "reduced_early",
-        reductions[~again & (last[leaves.stage[reductions]] < 0)],
-        at(leaves, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
-    )
-    early = ~again & (last[leaves.stage[reductions]] > reductions)
-    yield Problem(
-        "reduced_early",
-        reductions[early],
-        at(leaves, "reduced_early", "{} comes before the last gradients of the stage", "move it behind them"),
-    )
-    without = np.setdiff1d(np.flatnonzero(last >= 0), leaves.stage[reductions])
-
-    def tell(stage: int) -> Finding:
-        action, rank = Action(stage, REDUCE_GRAD), int(leaves.home[stage])
-        return Finding(
-            "not_reduced",
-            rank,
-            None,
-            action,
-            f"{action} is missing, though other stages have theirs",
-            f"add it to rank {rank}",
-        )
-
-    yield Problem("not_reduced", without, tell)

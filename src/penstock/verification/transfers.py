@@ -9,7 +9,7 @@ import numpy as np
 from penstock.graph.leaves import NOWHERE
 from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
-from penstock.verification.findings import Finding, Problem, at
+from penstock.verification.findings import Finding, Problem, action_at, at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -30,8 +30,8 @@ def untransferred(leaves: Leaves) -> Iterator[Problem]:
     for transfer in TRANSFERS:
         sends = yield from _across(leaves, transfer.send, transfer.stage_offset)
         receives = yield from _across(leaves, transfer.receive, -transfer.stage_offset)
-        yield _unmatched(leaves, sends, transfer.receive, transfer.stage_offset)
-        yield _unmatched(leaves, receives, transfer.send, -transfer.stage_offset)
+        yield _unmatched(leaves, sends, transfer, transfer.receive)
+        yield _unmatched(leaves, receives, transfer, transfer.send)
         yield from _untimely(leaves, transfer, sends, receives)
         yield from _unsent(leaves, transfer)
 
@@ -74,25 +74,44 @@ def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Generator[Pro
     return np.asarray(mine[away])
 
 
-def _unmatched(leaves: Leaves, mine: Ints, other: ComputationType, offset: int) -> Problem:
+def _unmatched(leaves: Leaves, mine: Ints, transfer: Transfer, other: ComputationType) -> Problem:
+    """Operations whose other side, which is of this type, is not there."""
+    receiving = other is transfer.receive
+    offset = transfer.stage_offset if receiving else -transfer.stage_offset
+    partners = transfer.needed_by if receiving else transfer.made_by
+
+    def tell(place: int) -> Finding:
+        stage, microbatch = int(leaves.stage[place]) + offset, int(leaves.microbatch[place])
+        absent, rank = Action(stage, other, microbatch), int(leaves.home[stage])
+        partner = int(leaves.table_of_any(partners)[stage * leaves.microbatches + microbatch])
+        where = f" {'before' if receiving else 'behind'} {action_at(leaves, partner)}" if partner != NOWHERE else ""
+        return at(leaves, "unmatched", f"{{}} has no {absent} on rank {rank}", f"add {absent}{where} on rank {rank}")(
+            place
+        )
+
     alone = leaves.find(other, leaves.stage[mine] + offset, leaves.microbatch[mine]) == NOWHERE
-    words = at(leaves, "unmatched", f"{{}} has no {other} on its other side", "add that, or drop this")
-    return Problem("unmatched", mine[alone], words)
+    return Problem("unmatched", mine[alone], tell)
 
 
 def _untimely(leaves: Leaves, transfer: Transfer, sends: Ints, receives: Ints) -> Iterator[Problem]:
     maker = leaves.find_any(transfer.made_by, leaves.stage[sends], leaves.microbatch[sends])
-    yield Problem(
-        "send_too_early",
-        sends[(maker > sends) & (leaves.rank[maker] == leaves.rank[sends])],
-        at(leaves, "send_too_early", "{} comes before what it sends is made", "move it behind that"),
-    )
+    early = (maker > sends) & (leaves.rank[maker] == leaves.rank[sends])
+
+    def tell_early(number: int) -> Finding:
+        made = action_at(leaves, maker[number])
+        words, fix = f"{{}} comes before {made}, which makes what it sends", f"move it behind {made}"
+        return at(leaves, "send_too_early", words, fix, maker[number])(sends[number])
+
+    yield Problem("send_too_early", early.nonzero()[0], tell_early)
     user = leaves.find_any(transfer.needed_by, leaves.stage[receives], leaves.microbatch[receives])
-    yield Problem(
-        "receive_too_late",
-        receives[(user != NOWHERE) & (user < receives) & (leaves.rank[user] == leaves.rank[receives])],
-        at(leaves, "receive_too_late", "{} comes after what it receives is used", "move it before that"),
-    )
+    late = (user != NOWHERE) & (user < receives) & (leaves.rank[user] == leaves.rank[receives])
+
+    def tell_late(number: int) -> Finding:
+        used = action_at(leaves, user[number])
+        words, fix = f"{{}} comes after {used}, which uses it", f"move it before {used}"
+        return at(leaves, "receive_too_late", words, fix, user[number])(receives[number])
+
+    yield Problem("receive_too_late", late.nonzero()[0], tell_late)
 
 
 def _unsent(leaves: Leaves, transfer: Transfer) -> Iterator[Problem]:
@@ -117,12 +136,9 @@ def _needing(leaves: Leaves, transfer: Transfer) -> Callable[[int], Finding]:
         stage, microbatch = int(leaves.stage[place]), int(leaves.microbatch[place])
         send = Action(stage - transfer.stage_offset, transfer.send, microbatch)
         receive = Action(stage, transfer.receive, microbatch)
-        words = at(
-            leaves,
-            "not_transferred",
-            "{} needs what another rank makes, and nobody sends it",
-            f"add {send} and {receive}",
-        )
-        return words(place)
+        sender, receiver = int(leaves.home[send.stage_index]), int(leaves.home[stage])
+        words = f"{{}} needs what stage {send.stage_index} makes on rank {sender}, and nobody sends it"
+        fix = f"add {send} on rank {sender} and {receive} on rank {receiver}"
+        return at(leaves, "not_transferred", words, fix)(place)
 
     return tell
