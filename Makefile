@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-full lint bench format clean
+.PHONY: help setup demo test test-full browser lint bench format clean
 
 help:
 	@echo "make demo       show what penstock does"
@@ -32,15 +32,20 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-test: lint
+test: lint browser
 	$(BIN)/pytest -m 'not full'
 
-test-full: lint
+test-full: lint browser
 	$(BIN)/pytest
+
+# The pages are tested in a real browser, Debian's.
+browser:
+	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
 
 bench: setup
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/lowering.py
+	$(BIN)/python benchmarks/simulate.py
 
 format: setup
 	$(BIN)/ruff format .

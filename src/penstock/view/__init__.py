@@ -1,0 +1,1 @@
+"""What a simulation looks like: a page, a trace, a chart, the terminal."""
