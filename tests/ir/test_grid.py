@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 
 from penstock import Placement, Schedule, ScheduleError, ScheduleSyntaxError
+from penstock.ir.grid import draw
 from strategies import schedules
 
 
@@ -83,6 +84,24 @@ def test_the_mark_in_an_aligned_grid():
                            ^^^
         rank 1 .   1F0 1B0
     """)
+
+
+def test_folded_into_a_width_every_block_has_its_own_marks():
+    schedule = Schedule([["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0"]])
+    assert draw(schedule, mark=[(0, 0), (0, 3), (1, 1)], width=24) == picture("""
+        step   0        1
+        rank 0 0F0      0SEND_F0
+               ^^^^^^^^
+        rank 1 1RECV_F0 1RECV_F1
+                        ^^^^^^^^
+
+        step   2   3
+        rank 0 0F1 0SEND_F1
+                   ^^^^^^^^
+        rank 1 1F0
+    """)
+    assert draw(schedule, width=200) == schedule.grid()
+    assert draw(schedule, width=1).count("step") == 4
 
 
 @pytest.mark.parametrize("mark", [(0, 2), (0, -1)])

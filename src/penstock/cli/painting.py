@@ -55,7 +55,7 @@ class Picture:
         self._lines = [grid.line(schedule, rank, columns) for rank in range(schedule.ranks)]
         self._widths = [self._step_width(step) for step in range(max(map(len, self._lines), default=0))]
         self._label = len(f"rank {schedule.ranks - 1}")
-        self._cuts = list(_cuts(self._widths, None if width is None else width - self._label))
+        self._cuts = list(grid.cuts(self._widths, width, self._label))
 
     @property
     def height(self) -> int:
@@ -96,18 +96,6 @@ def legend(schedule: Schedule) -> Text:
         if kind in present:
             text.append(f"{kind}", _style(kind)).append(f" {meaning}   ")
     return text.append(grid.IDLE, _IDLE_STYLE).append(" idle")
-
-
-def _cuts(widths: Sequence[int], room: int | None) -> Iterator[tuple[int, int]]:
-    """Where to cut so that each block fits, with a space before every cell; a cell too wide stands alone."""
-    start, used = 0, 0
-    for step, width in enumerate(widths):
-        if room is not None and step > start and used + width + 1 > room:
-            yield start, step
-            start, used = step, 0
-        used += width + 1
-    if widths:
-        yield start, len(widths)
 
 
 def _block(lines: Sequence[grid.Line], steps: range, widths: Sequence[int], label: int) -> Text:

@@ -11,7 +11,7 @@ from penstock.ir.actions import Action, parse_cell
 from penstock.ir.alignment import unit_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
@@ -33,8 +33,9 @@ def draw(
     message: str = "",
     ranks: range | None = None,
     steps: range | None = None,
+    width: int | None = None,
 ) -> str:
-    """The grid as text; see ``Schedule.grid``."""
+    """The grid as text; see ``Schedule.grid``. With a width it is folded into blocks of steps, one below the other."""
     marks = _marks(mark)
     shown = range(schedule.ranks) if ranks is None else ranks
     if unknown := [rank for rank in (*shown, *marks) if rank not in range(schedule.ranks)]:
@@ -45,13 +46,41 @@ def draw(
     widths = {column: _width(column, lines.values()) for column in window}
     label = max(len("step"), len(f"rank {max(shown, default=0)}"))
 
-    drawn = [_joined("step", label, {column: str(column) for column in window}, widths)]
-    for rank in shown:
-        texts = {column: cell_text(cell) for column, cell in lines[rank].items()}
+    pointers = {rank: _pointed(rank, steps, columns, widths) for rank, steps in marks.items() if rank in lines}
+    blocks = [
+        {column: widths[column] for column in window[start:end]}
+        for start, end in cuts([*widths.values()], width, label)
+    ]
+    return "\n\n".join(_block(lines, pointers, message, label, block) for block in blocks or [{}])
+
+
+def cuts(widths: Sequence[int], width: int | None, label: int) -> Iterator[tuple[int, int]]:
+    """Where to cut so that each block fits, with a label and a space before every cell; one too wide stands alone."""
+    start, used = 0, label
+    for step, cell in enumerate(widths):
+        if width is not None and step > start and used + cell + 1 > width:
+            yield start, step
+            start, used = step, label
+        used += cell + 1
+    if widths:
+        yield start, len(widths)
+
+
+def _block(
+    lines: Mapping[int, Line],
+    pointers: Mapping[int, Mapping[int, str]],
+    message: str,
+    label: int,
+    widths: Mapping[int, int],
+) -> str:
+    """The columns that have a width here, of all ranks, with a line under each rank that has something to point at."""
+    drawn = [_joined("step", label, {column: str(column) for column in widths}, widths)]
+    for rank, cells in lines.items():
+        texts = {column: cell_text(cells[column]) for column in widths if column in cells}
         drawn.append(_joined(f"rank {rank}", label, texts, widths))
-        if rank in marks:
-            places = marks[rank] if columns is None else [_column(columns[rank], step) for step in marks[rank]]
-            drawn.append(_pointer(rank, marks[rank], places, message, label, widths))
+        if any(column in widths for column in pointers.get(rank, ())):
+            arrows = _joined("", label, pointers[rank], widths)
+            drawn.append(f"{arrows} {' '.join(message.split())}".rstrip())
     return "\n".join(drawn)
 
 
@@ -124,21 +153,17 @@ def _marks(mark: Mark | Sequence[Mark] | None) -> dict[int, list[int]]:
     return marks
 
 
-def _pointer(
-    rank: int,
-    steps: Iterable[int],
-    places: Iterable[int | None],
-    message: str,
-    label_width: int,
-    widths: Mapping[int, int],
-) -> str:
-    """The line under a rank that points at some of its steps."""
+def _pointed(
+    rank: int, steps: Iterable[int], columns: list[list[int | None]] | None, widths: Mapping[int, int]
+) -> dict[int, str]:
+    """What points at some steps of a rank, by column."""
     arrows = {}
-    for step, column in zip(steps, places, strict=True):
+    for step in steps:
+        column = step if columns is None else _column(columns[rank], step)
         if column is None or column not in widths:
             raise ScheduleError(f"there is no step {step} of rank {rank} in this grid to mark")
         arrows[column] = "^" * widths[column]
-    return f"{_joined('', label_width, arrows, widths)} {' '.join(message.split())}".rstrip()
+    return arrows
 
 
 _LABEL: Final = re.compile(r"rank[ \t]+([0-9]{1,9})[ \t]*(?::|[ \t]|$)[ \t]*", re.IGNORECASE)

@@ -1,31 +1,79 @@
-"""The part of the grid that the findings are in, with a mark at each."""
+"""The parts of the grid that the findings are in, with a mark at each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.ir import grid
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.ir.grid import Mark
     from penstock.ir.schedule import Schedule
     from penstock.verification.findings import Finding
 
 #: As many steps and ranks as a terminal shows.
 STEPS: Final = 14
 RANKS: Final = 12
+#: More ranks than that are not shown even if a finding spans them.
+MOST_RANKS: Final = 48
+#: More windows than that tell nobody more.
+MOST_WINDOWS: Final = 3
 
 
-def picture(schedule: Schedule, findings: Sequence[Finding]) -> str:
-    """The grid as written around the first finding that has a place; the whole of it if it is small."""
+class Window(NamedTuple):
+    """A part of the grid."""
+
+    ranks: range
+    steps: range
+
+    def shows(self, mark: Mark) -> bool:
+        """Whether the marked step is in it."""
+        return mark[0] in self.ranks and mark[1] in self.steps
+
+
+def picture(schedule: Schedule, findings: Sequence[Finding], width: int | None = None) -> str:
+    """The grid as written: all of it if it is small, else a window around each of the first few places of the findings.
+
+    Args:
+        schedule: what was checked.
+        findings: what is wrong with it.
+        width: fold it into so many columns.
+    """
+    length = schedule.steps
+    windows: list[Window] = []
+    for finding in findings:
+        for mark in finding.marks:
+            if len(windows) < MOST_WINDOWS and not any(window.shows(mark) for window in windows):
+                windows.append(_around_mark(schedule.ranks, length, finding, mark))
+    windows = windows or [Window(_around(0, schedule.ranks, RANKS), _around(0, length, STEPS))]
     marks = [mark for finding in findings for mark in finding.marks]
-    rank, step = marks[0] if marks else (0, 0)
-    last = max((mark[0] for mark in findings[0].marks), default=rank) if findings else rank
-    ranks = _around(rank, schedule.ranks, max(RANKS, min(4 * RANKS, abs(last - rank) + 1)))
-    steps = _around(step, schedule.steps, STEPS)
-    shown = [mark for mark in marks if mark[0] in ranks and mark[1] in steps]
-    return schedule.grid(aligned=False, mark=shown or None, ranks=ranks, steps=steps)
+    return "\n\n".join(_drawn(schedule, length, window, marks, width) for window in windows)
+
+
+def _around_mark(ranks: int, steps: int, finding: Finding, mark: Mark) -> Window:
+    """A window in which the mark is, and as far as it goes what else the finding marks in these steps."""
+    shown = _around(mark[1], steps, STEPS)
+    others = [rank for rank, step in finding.marks if step in shown]
+    low, high = min(others), max(others)
+    if high - low >= MOST_RANKS:
+        return Window(_around(mark[0], ranks, MOST_RANKS), shown)
+    return Window(_around((low + high + 1) // 2, ranks, max(RANKS, high - low + 1)), shown)
 
 
 def _around(place: int, total: int, size: int) -> range:
     start = max(0, min(place - size // 2, total - size))
     return range(start, min(total, start + size))
+
+
+def _drawn(schedule: Schedule, length: int, window: Window, marks: Sequence[Mark], width: int | None) -> str:
+    """The window with the marks that are in it; if it does not show everything, a line above says what it shows."""
+    shown = [mark for mark in marks if window.shows(mark)]
+    drawn = grid.draw(schedule, aligned=False, mark=shown or None, ranks=window.ranks, steps=window.steps, width=width)
+    parts = [
+        f"{noun} {part[0]} to {part[-1]} of {total}"
+        for noun, part, total in (("steps", window.steps, length), ("ranks", window.ranks, schedule.ranks))
+        if len(part) < total
+    ]
+    return f"# {', '.join(parts)}\n{drawn}" if parts else drawn
