@@ -1,0 +1,127 @@
+"""The simulator and the machine with a heap and queues agree, on every start and every peak."""
+
+import random
+from fractions import Fraction
+
+import pytest
+
+import penstock as ps
+from event_simulation import Prices, Simulation
+from mutants import text_rows
+from penstock.schedules.registry import RECIPES
+
+CASES = 2_000
+PARTS = 8
+LOWERINGS = [
+    None,
+    {},
+    {"unshard": False},
+    {"unshard": False, "reduce": False, "merge_backward": True},
+    {"max_active_stages": 1},
+    {"defer_receives": True},
+    {"defer_receives": True, "look_ahead": 1},
+]
+
+
+def some_schedule(chance):
+    recipe = chance.choice(RECIPES)
+    stages = chance.choice([1, 2, 3]) if recipe.any_stages else None
+    schedule = ps.build(
+        recipe.name, ranks=chance.randint(1, 4), microbatches=chance.randint(1, 6), stages_per_rank=stages
+    )
+    options = chance.choice(LOWERINGS)
+    schedule = schedule if options is None else ps.lower(schedule, **options)
+    for _ in range(chance.choice([0, 0, 3, 6])):
+        rows = text_rows(schedule)
+        row = chance.choice([row for row in rows if row])
+        row.insert(chance.randrange(len(row)), row.pop(chance.randrange(len(row))))
+        moved = ps.Schedule(rows, placement=schedule.placement, microbatches=schedule.microbatches)
+        schedule = schedule if ps.check(moved, model=ps.CommModel("eager", "message")) else moved
+    return schedule
+
+
+def some_model(chance, schedule):
+    buffering = chance.choice(["rendezvous", "bounded(1)", "bounded(2)", "eager"])
+    model = ps.CommModel(buffering, chance.choice(ps.LANES))
+    if schedule.compute_only or ps.check(schedule, model=model):
+        return ps.CommModel("eager", "message")
+    return model
+
+
+def some_costs(chance, stages):
+    """Binary fractions: exact in floating point as well."""
+
+    def amount(count, most=12):
+        if chance.random() < 0.5:
+            return [chance.randint(0, most) / 4] * count
+        return [chance.randint(0, most) / 4 for _ in range(count)]
+
+    whole = {"forward": amount(stages), "backward_input": amount(stages), "backward_weight": amount(stages)}
+    if chance.random() < 0.3:
+        whole["backward"] = amount(stages)
+    whole |= {"latency": amount(stages - 1, chance.choice([0, 8])), "dispatch": chance.choice([0, 0, 0.25])}
+    if chance.random() < 0.3 and stages > 1:
+        whole |= {"bandwidth": 4.0, "activation_bytes": [b + 1 for b in amount(stages - 1)]}
+        if chance.random() < 0.5:
+            whole["gradient_bytes"] = amount(stages - 1)
+    whole |= {"overlap": chance.choice([1, 0.5, 0.75]), "unshard": amount(stages, 3), "reduce": amount(stages, 3)}
+    whole |= {"activation": amount(stages), "input_release": chance.choice([0, 0.25, 1]), "static": amount(stages)}
+    return ps.Costs(**whole)
+
+
+def prices(costs, stages):
+    def exact(values):
+        return [Fraction(value) for value in values]
+
+    fields = ["forward", "backward_input", "backward_weight", "unshard", "reduce"]
+    fields += ["activation", "input_release", "static"]
+    given = {name: exact(costs.to_dict()[name]) if isinstance(costs.to_dict()[name], list)
+             else exact([costs.to_dict()[name]] * stages) for name in fields}  # fmt: skip
+    both = [i + w for i, w in zip(given["backward_input"], given["backward_weight"], strict=True)]
+    table = costs.to_dict()
+    size = exact(table.get("activation_bytes") or [0] * (stages - 1))
+    back = exact(table["gradient_bytes"]) if "gradient_bytes" in table else size
+    speed = Fraction(table["bandwidth"]) if "bandwidth" in table else None
+    latency = exact(table["latency"])
+    return Prices(
+        **given,
+        backward=exact(table["backward"]) if "backward" in table else both,
+        transfer_forward=[t + (b / speed if speed else 0) for t, b in zip(latency, size, strict=True)],
+        transfer_backward=[t + (b / speed if speed else 0) for t, b in zip(latency, back, strict=True)],
+        dispatch=Fraction(table["dispatch"]),
+        overlap=Fraction(table["overlap"]),
+    )
+
+
+def agree(schedule, costs, model):
+    timeline = ps.simulate(schedule, costs, model=model)
+    rows = text_rows(schedule)
+    expected = Simulation(
+        rows, list(schedule.placement.rank_of), prices(costs, schedule.stages), model.buffering, model.lanes
+    ).run()
+    places = [(rank, place) for rank, row in enumerate(rows) for place in range(len(row))]
+    first = timeline.node_start[timeline.flow.graph.node] - timeline.start  # times count from the first start
+    origin = Fraction(first[0]) if len(first) else 0
+    told = f"{model}\n{costs}\n{schedule.grid(aligned=False)}"
+    assert [Fraction(when) + origin for when in timeline.start.tolist()] == [expected.starts[at] for at in places], told
+    assert [Fraction(when) + origin for when in timeline.end.tolist()] == [expected.ends[at] for at in places], told
+    assert [Fraction(peak) for peak in timeline.peak_memory] == expected.peaks, told
+    timed = [at for at in places if is_timed(rows[at[0]][at[1]], costs, expected, at)]
+    assert Fraction(timeline.makespan) == max(expected.ends[at] for at in timed) - min(
+        expected.starts[at] for at in timed
+    )
+    assert abs(sum(timeline.idle) - sum(timeline.idle_by_cause.values())) < 1e-9
+
+
+def is_timed(cell, costs, expected, at):
+    if "SEND" in cell or "RECV" in cell:
+        return False
+    return costs.dispatch or expected.ends[at] > expected.starts[at] or cell[-1] not in "DP" or "OVERLAP" in cell
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_simulator_agrees_with_a_machine(part):
+    chance = random.Random(part)
+    for _ in range(CASES // PARTS):
+        schedule = some_schedule(chance)
+        agree(schedule, some_costs(chance, schedule.stages), some_model(chance, schedule))
