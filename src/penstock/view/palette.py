@@ -1,0 +1,72 @@
+"""The one home of the colours: what every type of action looks like, on the page, in a chart and in the terminal.
+
+The colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart. The terminal has the
+nearest of its own names, for text, and the colours themselves behind blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.ir.actions import COMPUTE, OVERLAP_F_B, SHARDING
+
+if TYPE_CHECKING:
+    from penstock.ir.actions import ComputationType
+
+_BLACK: Final = "#000000"
+_WHITE: Final = "#ffffff"
+
+
+class Look(NamedTuple):
+    """How something is drawn.
+
+    Attributes:
+        letter: what stands for it where there is no colour.
+        meaning: what it is, for a legend.
+        colour: what its block is filled with.
+        ink: what is legible on that.
+        terminal: the colour of its text in a terminal, by a name that every terminal knows.
+    """
+
+    letter: str
+    meaning: str
+    colour: str
+    ink: str
+    terminal: str
+
+    @property
+    def block(self) -> str:
+        """The style of its block in a terminal."""
+        return f"{self.ink} on {self.colour}"
+
+
+OVERLAP: Final = "overlap"
+PARAMETERS: Final = "sharding"
+TRANSFER: Final = "transfer"
+IDLE: Final = "idle"
+
+#: By what is drawn: the compute types by their text form; the order is that of a legend.
+LOOKS: Final = {
+    "F": Look("F", "forward", "#0072b2", _WHITE, "bold blue"),
+    "B": Look("B", "backward", "#009e73", _BLACK, "bold green"),
+    "I": Look("I", "input gradient", "#56b4e9", _BLACK, "bold cyan"),
+    "W": Look("W", "weight gradient", "#e69f00", _BLACK, "yellow"),
+    OVERLAP: Look("O", "forward with backward", "#f0e442", _BLACK, "bold yellow"),
+    PARAMETERS: Look("S", "sharding", "#d55e00", _BLACK, "red"),
+    TRANSFER: Look("T", "transfer", "#cc79a7", _BLACK, "magenta"),
+    IDLE: Look(".", "idle", "#eeeeee", "#666666", "dim"),
+}
+
+
+def look_name(kind: ComputationType) -> str:
+    """Which of the looks a type of action has.
+
+    >>> from penstock.ir.actions import ComputationType
+    >>> look_name(ComputationType.FORWARD), look_name(ComputationType.SEND_F)
+    ('F', 'transfer')
+    """
+    if kind in COMPUTE:
+        return kind.value
+    if kind is OVERLAP_F_B:
+        return OVERLAP
+    return PARAMETERS if kind in SHARDING else TRANSFER
