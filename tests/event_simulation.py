@@ -1,13 +1,13 @@
 """An independent slow oracle for the simulator: events on a heap, programs, and lanes that are queues.
 
-It knows no graph and shares no code with penstock: actions are text, times are fractions, and the rules are written down
-here once more, as a machine that runs them.
+It knows no graph and shares no code with penstock: actions are text, times are fractions, and the rules are written
+down here once more, as a machine that runs them.
 
 A rank takes ``dispatch`` to get to each of its actions. Sends and receives it posts, and goes on; anything else runs
 when what it needs from other ranks has arrived. A posted operation stands in the queue of its lane. Under rendezvous a
-transfer sets out when both sides are at the heads of their queues, and holds both until it has arrived. Otherwise a send
-at the head sets out at once (if bounded: when few enough are under way to that rank) and holds its queue until it has
-arrived; a receive at the head ends when its message is there.
+transfer sets out when both sides are at the heads of their queues, and holds both until it has arrived. Otherwise a
+send at the head sets out at once (if bounded: when few enough are under way to that rank) and holds its queue until it
+has arrived; a receive at the head ends when its message is there.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Simulation:
     def is_there(self, message, makers, now):
         if self.communicates:
             return message in self.received
-        label, stage, microbatch = message
+        _, stage, microbatch = message
         done = [self.made[maker, stage, microbatch] for maker in makers if (maker, stage, microbatch) in self.made]
         if not done:
             return False
@@ -144,7 +144,7 @@ class Simulation:
             place = self.place[rank]
             if self.reached[rank] != place or self.running[rank] or place >= len(row):
                 continue
-            if not all([self.is_there(message, makers, now) for message, makers in self.needs(row[place], rank)]):
+            if not all(self.is_there(message, makers, now) for message, makers in self.needs(row[place], rank)):
                 continue
             self.running[rank] = True
             self.starts[rank, place] = now

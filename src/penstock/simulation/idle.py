@@ -140,15 +140,21 @@ def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
 
     received = np.flatnonzero(reasons == USE)
     if len(received):
-        send = np.full(len(flow.leaves), NOWHERE, np.int64)
-        send[flow.pairs.receive] = flow.pairs.send
-        sent = flow.leaves.cell[send[flow.graph.awaited[edges[received]]]]
+        sent = _sent(timeline, edges[received])
         node = flow.graph.node[sent]
         made[received] = _posted(timeline)[sent]
         sets_out[received] = timeline.node_start[node]
         arrives[received] = timeline.node_start[node] + timeline.node_duration[node]
     made, sets_out, arrives = (np.clip(moment, previous, end) for moment in (made, sets_out, arrives))
     return _Moments(previous, made, sets_out, arrives, end)
+
+
+def _sent(timeline: Timeline, edges: Ints) -> Ints:
+    """The cells of the sends whose receives these edges wait for."""
+    flow = timeline.flow
+    send = np.full(len(flow.leaves), NOWHERE, np.int64)
+    send[flow.pairs.receive] = flow.pairs.send
+    return np.asarray(flow.leaves.cell[send[flow.graph.awaited[edges]]])
 
 
 def _posted(timeline: Timeline) -> Floats:
@@ -202,7 +208,7 @@ def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:
 
 
 def _ready(timeline: Timeline) -> Floats:
-    """When everything that a cell needs is there; never for what does not compute."""
+    """When everything that a cell needs has arrived at its rank; never for what does not compute."""
     flow, leaves = timeline.flow, timeline.flow.leaves
     ready = np.full(flow.cells, np.inf)
     ready[leaves.cell[leaves.are(*COMPUTE)]] = 0.0
@@ -210,7 +216,8 @@ def _ready(timeline: Timeline) -> Floats:
     local = leaves.rank[waiting] == leaves.rank[awaited]
     source = leaves.cell[awaited[local]]
     np.maximum.at(ready, leaves.cell[waiting[local]], timeline.node_start[source] + timeline.node_duration[source])
-    edges = np.flatnonzero((flow.reason == USE) | (flow.reason == DATA))
-    when = timeline.node_start[flow.source[edges]] + timeline.node_duration[flow.source[edges]]
-    np.maximum.at(ready, flow.target[edges], when + flow.delays(timeline.costs)[edges])
+    between, received = np.flatnonzero(flow.reason == DATA), np.flatnonzero(flow.reason == USE)
+    for edges, source in ((between, flow.source[between]), (received, flow.graph.node[_sent(timeline, received)])):
+        when = timeline.node_start[source] + timeline.node_duration[source] + flow.delays(timeline.costs)[edges]
+        np.maximum.at(ready, flow.target[edges], when)
     return ready

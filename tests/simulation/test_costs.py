@@ -1,0 +1,136 @@
+"""Costs: right ones survive a file, wrong ones say which field."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock as ps
+
+amounts = st.floats(0, 1e12) | st.lists(st.floats(0, 1e12), min_size=1, max_size=5)
+costs = st.builds(
+    ps.Costs,
+    forward=amounts,
+    backward=st.none() | amounts,
+    latency=amounts,
+    static=amounts,
+    input_release=st.floats(0, 1),
+    dispatch=st.floats(0, 10),
+)
+
+
+@given(costs, st.sampled_from([".toml", ".json"]))
+def test_a_file_gives_back_what_was_written(tmp_path_factory, given, suffix):
+    path = tmp_path_factory.mktemp("costs") / f"costs{suffix}"
+    given.write(path)
+    assert ps.Costs.read(path) == given
+
+
+def test_a_file_written_by_hand(tmp_path):
+    path = tmp_path / "costs.toml"
+    path.write_text("# milliseconds\nforward = [3, 2, 2, 4]\nbackward_input = 2\nlatency = 0.1\n")
+    read = ps.Costs.read(path)
+    assert read == ps.Costs(forward=(3, 2, 2, 4), backward_input=2.0, latency=0.1)
+    assert read.per_stage("backward", 4).tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"forward": -1}, "forward", "forward must be at least 0, not -1"),
+        ({"forward": [1, -1]}, "forward", r"forward\[1\] must be at least 0, not -1"),
+        ({"backward": math.nan}, "backward", "backward must be finite, not nan"),
+        ({"latency": math.inf}, "latency", "latency must be finite, not inf"),
+        ({"forward": "1"}, "forward", "forward must be a number, not '1'"),
+        ({"forward": True}, "forward", "forward must be a number, not True"),
+        ({"forward": None}, "forward", "forward must be a number, not None"),
+        ({"forward": [[1]]}, "forward", r"forward\[0\] must be a number, not \[1\]"),
+        ({"forward": {"0": 1}}, "forward", "forward must be a number"),
+        ({"forward": 10**400}, "forward", "forward must be a number"),
+        ({"bandwidth": 0, "activation_bytes": 1}, "bandwidth", "bandwidth must be more than 0"),
+        ({"bandwidth": 3}, "bandwidth", "without activation_bytes"),
+        ({"overlap": 0}, "overlap", "overlap must be more than 0"),
+        ({"overlap": [1, 1]}, "overlap", "overlap is one number for all"),
+        ({"input_release": 1.5}, "input_release", "input_release is a share"),
+        ({"foward": 1}, "foward", "no field 'foward'; did you mean 'forward'"),
+        ({"price": 1}, "price", "no field 'price'; the fields are forward,"),
+    ],
+)
+def test_bad_fields_are_named(tmp_path, fields, field, words):
+    with pytest.raises(ps.CostsError, match=words) as caught:
+        ps.Costs.from_dict(fields)
+    assert caught.value.field == field
+    if all(isinstance(value, (int, float, list, str, dict)) for value in fields.values()):
+        path = tmp_path / "costs.json"
+        path.write_text(json.dumps(fields))
+        with pytest.raises((ps.CostsError, ps.FormatError), match=r"costs\.json"):
+            ps.Costs.read(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"forward": (1, 2, 3)}, "forward has 3 numbers, but there are 4 stages"),
+        ({"latency": (1, 2, 3, 4)}, "latency has 4 numbers, but there are 3 edges"),
+        ({"activation": (1,)}, "activation has 1 numbers, but there are 4 stages"),
+        ({"optimizer": (1,)}, "optimizer has 1 numbers"),
+    ],
+)
+def test_too_few_stages(fields, words):
+    schedule = ps.build("1F1B", ranks=4, microbatches=4)
+    with pytest.raises(ps.CostsError, match=words):
+        _ = ps.simulate(schedule, ps.Costs(**fields)).peak_memory
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("costs.toml", "forward = ", "costs.toml: is damaged"),
+        ("costs.json", "{", "costs.json: is damaged"),
+        ("costs.json", "[1]", "costs are a table of fields"),
+        ("costs.json", "[" * 100_000, "costs.json: is damaged"),
+        ("costs.toml", "\xff\0", "is not text"),
+        ("costs.yaml", "forward: 1", r"costs are in \*.toml or \*.json files"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ps.ReadError, match=words):
+        ps.Costs.read(path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ps.ReadError, match=r"none.toml: cannot be read: No such file"):
+        ps.Costs.read(tmp_path / "none.toml")
+    with pytest.raises(ps.WriteError, match="cannot be written"):
+        ps.Costs().write(tmp_path / "no" / "costs.toml")
+    with pytest.raises(ps.WriteError, match=r"\*.toml or \*.json"):
+        ps.Costs().write(tmp_path / "costs.txt")
+
+
+def test_numpy_numbers_become_plain_ones():
+    given = ps.Costs(forward=np.array([1, 2]), latency=np.float32(0.5))
+    assert given == ps.Costs(forward=(1.0, 2.0), latency=0.5)
+    assert hash(given) == hash(ps.Costs(forward=(1.0, 2.0), latency=0.5))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", None, 3])
+def test_what_cannot_be_simulated(schedule):
+    with pytest.raises(ps.ScheduleError, match="a Schedule can be simulated"):
+        ps.simulate(schedule)
+
+
+def test_what_is_not_costs_or_a_model():
+    schedule = ps.build("1F1B", ranks=2, microbatches=2)
+    with pytest.raises(ps.CostsError, match="costs are Costs"):
+        ps.simulate(schedule, {"forward": 1})
+    with pytest.raises(ps.ModelError, match="a model is a CommModel"):
+        ps.simulate(schedule, model="eager")
+    with pytest.raises(ps.SizeError, match="steps must be at least 1"):
+        ps.simulate(schedule, steps=0)
+    with pytest.raises(ps.VerificationError, match="1B0 is missing"):
+        ps.simulate(ps.Schedule([["0F0", "0B0"], ["1F0"]]))
