@@ -51,7 +51,7 @@ LOOKS: Final = {
     "B": Look("B", "backward", "#009e73", _BLACK, "bold green"),
     "I": Look("I", "input gradient", "#56b4e9", _BLACK, "bold cyan"),
     "W": Look("W", "weight gradient", "#e69f00", _BLACK, "yellow"),
-    OVERLAP: Look("O", "forward with backward", "#f0e442", _BLACK, "bold yellow"),
+    OVERLAP: Look("O", "overlap of two", "#f0e442", _BLACK, "bold yellow"),
     PARAMETERS: Look("S", "sharding", "#d55e00", _BLACK, "red"),
     TRANSFER: Look("T", "transfer", "#cc79a7", _BLACK, "magenta"),
     IDLE: Look(".", "idle", "#eeeeee", "#666666", "dim"),

@@ -1,0 +1,146 @@
+"""What is drawn of a timeline: a block for everything that a rank runs itself, as arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from penstock.ir import packed
+from penstock.ir.actions import OVERLAP_F_B
+from penstock.view.palette import IDLE, LOOKS, look_name
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.ir.actions import Action
+    from penstock.simulation.timeline import Timeline
+
+    Ints = NDArray[np.signedinteger[Any]]
+    Floats = NDArray[np.float64]
+
+#: The looks by number.
+NAMES: Final = tuple(LOOKS)
+
+#: The block of a slice of time in whose middle nothing runs.
+NOBODY: Final = -1
+
+_LOOK_OF_TYPE: Final = np.array([NAMES.index(IDLE), *(NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """What ranks run and when: rank by rank, and in the order of time.
+
+    Attributes:
+        ranks: how many ranks there are.
+        extent: when the last block ends.
+        rank: the rank of each block.
+        start: when each starts.
+        end: when each ends.
+        codes: the packed actions, one after the other.
+        first: for each block its first action in ``codes``; an overlap has several.
+    """
+
+    ranks: int
+    extent: float
+    rank: Ints
+    start: Floats
+    end: Floats
+    codes: Ints
+    first: Ints
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @cached_property
+    def last(self) -> Ints:
+        """For each block where its actions end in ``codes``."""
+        return np.append(self.first[1:], len(self.codes))[: len(self.first)]
+
+    @cached_property
+    def look(self) -> Ints:
+        """The look of each, by its number in ``NAMES``."""
+        looks = _LOOK_OF_TYPE[packed.types(self.codes[self.first])]
+        return np.where(self.last - self.first > 1, NAMES.index(look_name(OVERLAP_F_B)), looks)
+
+    @cached_property
+    def microbatch(self) -> Ints:
+        """The microbatch of each, -1 where there is none, or several."""
+        return np.where(self.last - self.first > 1, -1, packed.microbatches(self.codes[self.first]))
+
+    @cached_property
+    def numbers(self) -> list[str]:
+        """The microbatch of each as text: nothing where there is none, ``4+1`` for an overlap."""
+        numbers = ["" if number < 0 else str(number) for number in packed.microbatches(self.codes).tolist()]
+        bounds = zip(self.first.tolist(), self.last.tolist(), strict=True)
+        return ["+".join(numbers[first:last]) for first, last in bounds]
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """The action of each."""
+        return tuple(action for action in packed.unpack_cells(self.codes) if action is not None)
+
+    def of_rank(self, rank: int) -> slice:
+        """Which blocks are those of a rank."""
+        begin, end = np.searchsorted(self.rank, [rank, rank + 1]).tolist()
+        return slice(begin, end)
+
+
+def blocks_of(timeline: Timeline) -> Blocks:
+    """The blocks of a timeline; what takes no time has none."""
+    flow = timeline.flow
+    cells = flow.blocking[timeline.end[flow.blocking] > timeline.start[flow.blocking]]
+    ends = np.append(flow.first_leaf[1:], len(flow.leaves))
+    parts = (ends - flow.first_leaf)[cells]
+    first = np.cumsum(parts) - parts
+    leaves = np.repeat(flow.first_leaf[cells] - first, parts) + np.arange(int(parts.sum()))
+    codes = flow.leaves.codes[leaves]
+    later = np.repeat(flow.step[cells], parts) * (packed.microbatches(codes) >= 0)
+    codes = packed.later(codes, -later.astype(np.int64) * flow.schedule.microbatches)
+    start, end = timeline.start[cells], timeline.end[cells]
+    return Blocks(flow.ranks, timeline.makespan, flow.rank[cells], start, end, codes, first)
+
+
+def shares(blocks: Blocks, columns: int) -> Floats:
+    """How long each look runs in each slice of time: for every rank, column and look. Idle is what is left."""
+    edges = np.linspace(0.0, blocks.extent, columns + 1)
+    taken = np.zeros((blocks.ranks, columns, len(NAMES)))
+    for rank in range(blocks.ranks):
+        mine = blocks.of_rank(rank)
+        start, end, look = blocks.start[mine], blocks.end[mine], blocks.look[mine]
+        for number in np.unique(look).tolist():
+            chosen = look == number
+            times = np.stack([start[chosen], end[chosen]], axis=1).ravel()
+            ran = np.cumsum(end[chosen] - start[chosen])
+            total = np.stack([np.append(0.0, ran[:-1]), ran], axis=1).ravel()
+            taken[rank, :, number] = np.diff(np.interp(edges, times, total))
+    taken[:, :, NAMES.index(IDLE)] = (blocks.extent or 1.0) / columns - taken.sum(axis=2)
+    return taken
+
+
+def columns_of(blocks: Blocks, columns: int) -> tuple[Ints, Ints]:
+    """What each slice of time shows, for every rank and column: the look that runs most of it, and the block.
+
+    The block is the one in the middle, which also decides between looks that run for as long; or ``NOBODY``.
+    """
+    taken, owners = shares(blocks, columns), _owners(blocks, columns)
+    look = np.where(owners == NOBODY, NAMES.index(IDLE), blocks.look[owners] if len(blocks) else 0)
+    ranks, places = np.indices(owners.shape)
+    taken[ranks, places, look] += 1e-9 * (blocks.extent or 1.0) / columns
+    return np.asarray(taken.argmax(axis=2)), owners
+
+
+def _owners(blocks: Blocks, columns: int) -> Ints:
+    """The block in the middle of each slice of time, for every rank and column."""
+    middles = (np.arange(columns) + 0.5) * (blocks.extent / columns)
+    owners = np.full((blocks.ranks, columns), NOBODY)
+    for rank in range(blocks.ranks):
+        mine = blocks.of_rank(rank)
+        if mine.start < mine.stop:
+            found = np.searchsorted(blocks.start[mine], middles, side="right") - 1 + mine.start
+            inside = (found >= mine.start) & (blocks.end[np.maximum(found, 0)] > middles)
+            owners[rank] = np.where(inside, found, NOBODY)
+    return owners

@@ -1,0 +1,181 @@
+"""A timeline to scale in text: a line per rank, a column per slice of time. Whoever prints it chooses the colours.
+
+::
+
+           busy peak
+    rank 0  75%    2 F0F1....B0--F2B1--..B2--
+    rank 1  75%    1 ..F0B0--F1B1--F2B2--....
+    time             0   2   4   6   8   10
+    # F forward   B backward   . idle
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+
+from penstock.ir import packed
+from penstock.view.blocks import NAMES, NOBODY, blocks_of, columns_of
+from penstock.view.palette import IDLE, LOOKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from penstock.simulation.timeline import Timeline
+    from penstock.view.blocks import Blocks
+
+    Ints = NDArray[np.signedinteger[Any]]
+
+#: The style of what is not a block: ranks, numbers, the axis.
+PLAIN: Final = ""
+DIM: Final = "dim"
+
+_IDLE: Final = NAMES.index(IDLE)
+_LEAST_COLUMNS: Final = 16
+
+
+class Segment(NamedTuple):
+    """Some text and its style.
+
+    Attributes:
+        text: the text.
+        style: the name of a look (see ``palette.LOOKS``), ``"dim"``, or nothing.
+    """
+
+    text: str
+    style: str = PLAIN
+
+
+Line: TypeAlias = list[Segment]
+
+
+def draw(timeline: Timeline, width: int, *, colour: bool) -> list[Line]:
+    """The timeline in lines of at most so many columns.
+
+    Each column shows what runs for most of its slice of time. A block begins with the letter of its type, then its
+    microbatch where there is room. Where all times are multiples of one, that takes a whole number of columns.
+
+    Args:
+        timeline: what to draw.
+        width: how many columns there are.
+        colour: whether blocks will be coloured; if not, what follows the label of a block is drawn as a line.
+    """
+    blocks = blocks_of(timeline)
+    heads = _heads(timeline, width)
+    room = max(width - len(heads[0]) - 1, 1)
+    columns = _fitting(blocks, room)
+    looks, owners = columns_of(blocks, columns)
+    labels = _labels(timeline, blocks, columns)
+    fill = " " if colour else "-"
+    lines = [[Segment(heads[0].rstrip(), DIM)]] if heads[0].strip() else []
+    for rank, head in enumerate(heads[1:]):
+        lines.append([Segment(f"{head} "), *_row(looks[rank], owners[rank], blocks, labels, fill)])
+    axis = _axis(blocks.extent, columns, room)
+    lines.append([Segment(f"{'time':<{len(heads[0])}} {axis}", DIM)])
+    return [*lines, *_legend(looks, width)]
+
+
+def plain(timeline: Timeline, width: int) -> str:
+    """The timeline as text without colour, in lines of at most so many columns."""
+    return "\n".join("".join(segment.text for segment in line) for line in draw(timeline, width, colour=False))
+
+
+def _heads(timeline: Timeline, width: int) -> list[str]:
+    """What stands before each line: the title of the numbers, then for every rank its name and numbers."""
+    names = [f"rank {rank}" for rank in range(timeline.flow.ranks)]
+    label = len(names[-1])
+    makespan = timeline.makespan or 1.0
+    busy = [f"{100 * time / makespan:.0f}%" for time in timeline.busy]
+    peaks = [f"{peak:.4g}" for peak in timeline.peak_memory]
+    high = max(map(len, [*peaks, "peak"]))
+    numbered = [
+        f"{name:<{label}} {share:>4} {peak:>{high}}" for name, share, peak in zip(names, busy, peaks, strict=True)
+    ]
+    if width - len(numbered[0]) - 1 < _LEAST_COLUMNS:
+        return [" " * label, *(f"{name:<{label}}" for name in names)]
+    return [f"{'':<{label}} busy {'peak':>{high}}", *numbered]
+
+
+def _fitting(blocks: Blocks, room: int) -> int:
+    """How many columns to use: a whole number for each unit of time, unless that leaves more than a third empty."""
+    lengths = blocks.end - blocks.start
+    if not len(lengths):
+        return room
+    for parts in (1, 2, 3, 4, 5, 10):
+        unit = float(lengths.min()) / parts
+        times = np.concatenate([blocks.start, blocks.end]) / unit
+        if np.allclose(times, np.round(times), rtol=0.0, atol=1e-6):
+            units = round(blocks.extent / unit)
+            whole = room // units * units
+            return whole if 3 * whole >= 2 * room else room
+    return room
+
+
+def _labels(timeline: Timeline, blocks: Blocks, columns: int) -> list[str]:
+    """The label of each block: letter and microbatch, and the stage before them if ranks have several and it fits."""
+    letters = [LOOKS[NAMES[look]].letter for look in blocks.look.tolist()]
+    labels = [letter + numbers for letter, numbers in zip(letters, blocks.numbers, strict=True)]
+    if timeline.schedule.stages == timeline.flow.ranks or not labels:
+        return labels
+    stages, single = packed.stages(blocks.codes[blocks.first]).tolist(), (blocks.microbatch >= 0).tolist()
+    whole = [f"{stage}{label}" if alone else label for stage, label, alone in zip(stages, labels, single, strict=True)]
+    narrowest = float((blocks.end - blocks.start).min()) * columns / blocks.extent
+    return whole if max(map(len, whole)) < narrowest else labels
+
+
+def _row(looks: Ints, owners: Ints, blocks: Blocks, labels: list[str], fill: str) -> Iterator[Segment]:
+    """A line of blocks, cut where the look or the block changes."""
+    changed = np.flatnonzero((np.diff(looks) != 0) | ((np.diff(owners) != 0) & (looks[1:] != _IDLE))) + 1
+    for begin, end in pairwise([0, *changed.tolist(), len(looks)]):
+        look, owner = int(looks[begin]), int(owners[begin])
+        letter = LOOKS[NAMES[look]].letter
+        label = labels[owner] if owner != NOBODY and blocks.look[owner] == look else letter
+        label = label if len(label) <= end - begin else letter
+        yield Segment(label.ljust(end - begin, letter if look == _IDLE else fill), NAMES[look])
+
+
+def _axis(extent: float, columns: int, room: int) -> str:
+    """The times below the columns where they begin."""
+    if not extent:
+        return "0"
+    text = ""
+    for time, tick in next(ticks for ticks in _ticks(extent) if _fits(ticks, columns)):
+        column = round(time / extent * columns)
+        if column + len(tick) <= room:
+            text = text.ljust(column) + tick
+    return text
+
+
+def _ticks(extent: float) -> Iterator[list[tuple[float, str]]]:
+    """Round times from 0 on, as numbers and as text: some hundred, then fewer and fewer, at last 0 alone."""
+    power = 10.0 ** (math.floor(math.log10(extent)) - 2)
+    while True:
+        for step in (power, 2 * power, 5 * power):
+            times = [number * step for number in range(int(extent / step * (1 + 1e-9)) + 1)]
+            yield [(time, f"{time:.6g}") for time in times]
+        power *= 10
+
+
+def _fits(ticks: list[tuple[float, str]], columns: int) -> bool:
+    """Whether there are two spaces between ticks."""
+    widest = max(len(tick) for _, tick in ticks) + 2
+    return len(ticks) == 1 or widest * (len(ticks) - 1) <= columns
+
+
+def _legend(looks: Ints, width: int) -> list[Line]:
+    """What the letters mean, for those that are in the picture; in as many lines as it takes."""
+    lines, used = [[Segment("#", DIM)]], 1
+    for name in (name for number, name in enumerate(NAMES) if number in looks):
+        look = LOOKS[name]
+        gap, meaning = " " if len(lines[-1]) == 1 else "   ", f" {look.meaning}"
+        if used + len(gap + look.letter + meaning) > width and len(lines[-1]) > 1:
+            lines.append([Segment("#", DIM)])
+            gap, used = " ", 1
+        lines[-1] += [Segment(gap), Segment(look.letter, name), Segment(meaning)]
+        used += len(gap + look.letter + meaning)
+    return lines
