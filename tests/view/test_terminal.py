@@ -56,7 +56,7 @@ def test_stages_are_told_apart_where_there_is_room():
                busy peak
         rank 0  86%    3 0F0-0F1-....3F0-3I0-3W0-3F1-3I1-3W1-0I0-0W0-....0I1-0W1-
         rank 1  86%    4 ....1F0-2F0-1F1-2F1-2I0-2W0-1I0-1W0-2I1-2W1-1I1-1W1-....
-        time             0   1   2   3   4   5   6   7   8   9   10  11  12  13
+        time             0   1   2   3   4   5   6   7   8   9   10  11  12  13  14
         # F forward   I input gradient   W weight gradient   . idle
     """)
     assert "F0-F1-" in plain(timeline, 60)
