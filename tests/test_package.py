@@ -88,7 +88,7 @@ def test_using_it_loads_neither_torch_nor_numba():
 
 
 def test_the_command_line_loads_neither_torch_nor_numba():
-    assert not {"torch", "numba"} & set(run("import penstock.cli.main, sys; print(*sys.modules)").split())
+    assert not {"torch", "numba"} & set(run("import penstock.cli.app, sys; print(*sys.modules)").split())
 
 
 def test_the_import_is_quick():

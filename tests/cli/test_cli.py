@@ -160,7 +160,7 @@ def test_as_written():
         (["show", "1F2B"], "no schedule is called '1F2B'; did you mean 1F1B?"),
         (["show", "nothing.csv"], "nothing.csv: cannot be read: No such file or directory"),
         (["show", "1F1B", "--ranks", "0"], "ranks must be at least 1, not 0"),
-        (["show", "GPipe", "-s", "2"], "GPipe has 1 stage per rank, not 2; leave stages_per_rank out"),
+        (["show", "GPipe", "-s", "2"], "GPipe has 1 stage per rank, not 2; leave --stages-per-rank out"),
         (["show", str(ZOO / "with_w.txt"), "-r", "2"], "has its own sizes; leave --ranks 2 out"),
         (["convert", "GPipe", "out.yaml"], "the suffix '.yaml' is not one of a schedule"),
         (["show", "1F1B", "--ranks", "two"], "Invalid value for '--ranks'"),
@@ -170,6 +170,20 @@ def test_as_written():
         (["show", "x" * 300], "no schedule is called"),
         (["convert", "GPipe", "x" * 300 + ".csv"], "File name too long"),
         (["shwo"], "No such command 'shwo'"),
+        (["show", "low.cvs"], "low.cvs: the suffix '.cvs' is not one of a schedule; name it *.csv, *.json or *.txt"),
+        (["show", "."], ".: is a directory; name a file in it"),
+        (["check", str(ZOO)], "zoo: is a directory; name a file in it"),
+        (["show", "--ranks", "3"], "Invalid value for --ranks: of which schedule? Name one, e.g. 1F1B"),
+        (["show", "--lower"], "Invalid value for --lower: of which schedule?"),
+        (["check", "1F1B", "--memory-limit", "-1"], "Invalid value for '--memory-limit'"),
+        (["check", "1F1B", "--memory-limit", "inf"], "inf is not a number of activations; write e.g. 8"),
+        (["check", "1F1B", "--width", "3"], "Invalid value for '--width'"),
+        (
+            ["check", "1F1B", "--defer-receives"],
+            "Invalid value for --defer-receives: it says how to lower; add --lower",
+        ),
+        (["show", "1F1B", "--lower", "--look-ahead", "2"], "it says how receives are deferred; add --defer-receives"),
+        (["convert", "1F1B", "out.csv", "--repair", "pair"], "'pair' is not a communication model"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(arguments, told, tmp_path):
@@ -229,11 +243,13 @@ def test_check_for_machines(tmp_path):
     (finding,) = document["findings"]
     assert (finding["kind"], finding["rank"], finding["step"], finding["action"]) == ("deadlock", 0, 2, "0SEND_F0")
     assert sorted(map(tuple, finding["marks"])) == [(0, 2), (0, 3), (1, 0), (1, 1)]
-    safe = {(row["buffering"], row["lanes"]) for row in document["safe"] if row["free_of_deadlock"]}
+    safe = {(row["buffering"], row["lanes"]) for row in document["models"] if row["free_of_deadlock"]}
     assert ("eager", "pair") in safe
     assert ("rendezvous", "pair") not in safe
+    assert (document["ok"], document["memory"]) == (False, None)
     good = json.loads(penstock("check", "ZB-H1", "--json", "--memory-limit", "4").stdout)
-    assert good["findings"] == []
+    assert (good["ok"], good["findings"], good["models"]) == (True, [], None)
+    assert good["memory"] == {"limit": 4, "peak": [4, 4, 4, 4]}
 
 
 def test_check_of_what_cannot_be_lowered(tmp_path):
@@ -248,6 +264,89 @@ def test_check_with_a_memory_limit():
     assert result.returncode == 1
     assert "with 0F3 the rank holds 4 activations, and 3 is the limit" in result.stdout
 
+    result = penstock("check", "1F1B", "--memory-limit", "4")
+    assert result.returncode == 0
+    assert "memory: at most 4 activations on a rank (rank 0), the limit is 4" in result.stdout
+    assert "memory" not in penstock("check", "1F1B").stdout
+
+
+def test_check_folds_the_picture_with_its_marks(tmp_path):
+    (tmp_path / "bad.csv").write_text(
+        "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
+    )
+    folded = """\
+        step   0        1        2        3   4
+        rank 0 0F0      0SEND_F0 0RECV_B0 0B0 0F1
+                                          ^^^
+        rank 1 1RECV_F0 1RECV_F1 1F0      1F1 1B0
+                                          ^^^
+
+        step   5        6        7
+        rank 0 0SEND_F1 0RECV_B1 0B1
+               ^^^^^^^^
+        rank 1 1SEND_B0 1B1      1SEND_B1
+               ^^^^^^^^
+    """
+    _, written = in_a_terminal("check", str(tmp_path / "bad.csv"), columns=48)
+    asked = penstock("check", "bad.csv", "--width", "48", cwd=tmp_path).stdout
+    for output in (without_colour(written), asked):
+        assert dedent(folded) in output
+        assert max(map(len, output.splitlines())) <= 48
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "12"])
+def test_a_terminal_that_says_it_has_no_width(columns, tmp_path):
+    (tmp_path / "bad.csv").write_text(BROKEN)
+    for arguments, told in (
+        (["show", "1F1B", "-r", "2", "-m", "2"], "rank 1 .   1F0 1B0"),
+        (["check", str(tmp_path / "bad.csv")], "message       yes         yes         yes"),
+        (["show"], "GPipe"),
+    ):
+        _, written = in_a_terminal(*arguments, columns=columns)
+        assert told in without_colour(written)
+
+
+def test_lower_to_a_file_and_on_the_screen(tmp_path):
+    options = ["--lower", "--defer-receives", "--look-ahead", "1", "--no-unshard"]
+    assert penstock("convert", "1F1B", "low.csv", "-r", "2", "-m", "3", *options, cwd=tmp_path).returncode == 0
+    built = ps.build("1F1B", ranks=2, microbatches=3)
+    assert ps.read(tmp_path / "low.csv") == ps.lower(built, defer_receives=True, look_ahead=1, unshard=False)
+    shown = penstock("show", "GPipe", "-r", "2", "-m", "1", "--lower", "--no-unshard").stdout
+    assert "rank 1 1RECV_F0 1F0      1B0      1SEND_B0 1REDUCE_GRAD" in shown
+    merged = penstock("show", "ZB-H1", "-r", "1", "-m", "1", "--lower", "--merge-backward").stdout
+    assert "rank 0 0UNSHARD 0F0 0B0 0REDUCE_GRAD 0RESHARD" in merged
+    assert penstock("show", "low.csv", "--lower", cwd=tmp_path).returncode == 2
+
+
+def test_check_of_deferred_receives_goes_by_the_model():
+    deferred = ["check", "1F1B", "-r", "2", "-m", "3", "--lower", "--defer-receives"]
+    assert penstock(*deferred, "--model", "rendezvous:message").returncode == 0
+    stuck = penstock(*deferred, "--model", "rendezvous:pair")
+    assert stuck.returncode == 1
+    assert "rank 0 waits in 0SEND_F1, ahead of 0RECV_B0" in stuck.stdout
+
+
+def test_repair_to_a_file(tmp_path):
+    (tmp_path / "bad.csv").write_text(BROKEN)
+    assert penstock("convert", "bad.csv", "good.csv", "--repair", "rendezvous:pair", cwd=tmp_path).returncode == 0
+    assert ps.read(tmp_path / "good.csv") == ps.repair(ps.read(tmp_path / "bad.csv"))
+    (tmp_path / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    refused = penstock("convert", "stuck.csv", "never.csv", "--repair", "rendezvous:pair", cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "no order of transfers can help" in refused.stderr
+    assert not (tmp_path / "never.csv").exists()
+
+
+def test_a_file_of_another_kind_is_not_an_unknown_schedule(tmp_path):
+    (tmp_path / "notes").write_text(BROKEN)
+    refused = penstock("check", "notes", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "penstock: notes: a name without a suffix is not one of a schedule; name it *.csv, *.json or *.txt\n",
+    )
+    (tmp_path / "gpipe").mkdir()
+    assert penstock("show", "gpipe", cwd=tmp_path).returncode == 0
+
 
 def test_demo():
     result = penstock("demo")
@@ -261,7 +360,17 @@ def test_demo():
 
 @pytest.mark.parametrize("command", ["show", "check", "convert", "demo"])
 def test_help_has_an_example(command):
-    assert f"Example: penstock {command}" in penstock(command, "--help").stdout
+    told = penstock(command, "--help").stdout
+    assert f"Example: penstock {command}" in told
+    assert penstock(command, "-h").stdout == told
+
+
+def test_interrupted_while_it_starts(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    command = [sys.executable, "-m", "penstock", "show"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
 def test_version():

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import math
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
-from penstock.errors import ModelError, VerificationError
+from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
+from penstock.cli.main import FOUND
+from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, model_from, schedule_from
+from penstock.cli.terminal import Width, fitted, terminal
+from penstock.errors import VerificationError
+from penstock.graph.leaves import Leaves, too_sparse
 from penstock.graph.models import LANES, MODELS, CommModel
 from penstock.ir.schedule import Schedule
-from penstock.lowering.pipeline import lower
 from penstock.verification.check import DEFAULT_MODEL, check, safe_models
 from penstock.verification.findings import Finding
+from penstock.verification.memory import peaks
 from penstock.verification.window import picture
-
-FOUND = 1
 
 
 def check_command(
-    source: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a .csv, .json or .txt file.")],
+    source: Source,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
@@ -35,11 +38,15 @@ def check_command(
         ),
     ] = None,
     memory_limit: Annotated[
-        float | None, typer.Option(help="How many activations, of a stage and a microbatch, a rank has room for.")
+        float | None,
+        typer.Option(min=0, help="How many activations, of a stage and a microbatch, a rank has room for."),
     ] = None,
-    lowered: Annotated[
-        bool, typer.Option("--lower", help="Lower it first: add transfers, sharding and reductions.")
-    ] = False,
+    lower: Lower = False,
+    defer_receives: DeferReceives = False,
+    look_ahead: LookAhead = None,
+    merge_backward: MergeBackward = False,
+    no_unshard: NoUnshard = False,
+    width: Width = None,
     machine: Json = False,
 ) -> None:
     """Prove that a schedule runs, or show what is wrong.
@@ -49,70 +56,102 @@ def check_command(
     Exit code 0 if nothing is wrong, 1 on a finding, 2 if the input cannot be read.
 
     Example: penstock check mine.csv --model rendezvous:pair --memory-limit 8
+
+    Example: penstock check 1F1B --lower --defer-receives --model eager:pair
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    chosen = DEFAULT_MODEL if model is None else _parsed(model)
-    if memory_limit is not None and memory_limit.is_integer():
-        memory_limit = int(memory_limit)
+    chosen = DEFAULT_MODEL if model is None else model_from(model)
+    limit = _limit(memory_limit)
     try:
-        schedule = lower(schedule, model=chosen) if lowered else schedule
-        findings = check(schedule, model=chosen, memory_limit=memory_limit)
+        schedule = Lowering(lower, defer_receives, look_ahead, merge_backward, no_unshard).of(schedule)
+        findings = check(schedule, model=chosen, memory_limit=limit)
     except VerificationError as error:
         findings = list(error.findings)  # of what came in: it could not be lowered
+    checked = Checked(schedule, chosen, limit, findings)
     if machine:
-        typer.echo(json.dumps(_document(schedule, chosen, findings), indent=2))
+        typer.echo(json.dumps(_document(checked), indent=2))
     else:
-        _report(Console(highlight=False), schedule, chosen, findings)
+        console = terminal(width)
+        _report(console, checked, fitted(console, width))
     if findings:
         raise typer.Exit(FOUND)
 
 
-def _parsed(text: str) -> CommModel:
-    buffering, colon, lanes = text.partition(":")
-    if not colon:
-        raise ModelError(f"{text!r} is not a communication model; write e.g. 'rendezvous:pair' or 'bounded(2):rank'")
-    return CommModel(buffering, lanes)
+class Checked(NamedTuple):
+    """What was checked, for what, and what is wrong with it."""
+
+    schedule: Schedule
+    model: CommModel
+    memory_limit: float | None
+    findings: list[Finding]
+
+    @property
+    def peaks(self) -> list[int] | None:
+        """How many activations each rank holds at most; None if that was not asked for or cannot be told."""
+        if self.memory_limit is None or too_sparse(self.schedule):
+            return None
+        return peaks(Leaves(self.schedule))
+
+    @property
+    def models(self) -> dict[CommModel, bool] | None:
+        """Under which models it is free of deadlock; None if it has no transfers, or is otherwise wrong."""
+        broken = any(finding.kind not in ("deadlock", "memory") for finding in self.findings)
+        return safe_models(self.schedule) if self.schedule.lowered and not broken else None
 
 
-def _report(console: Console, schedule: Schedule, model: CommModel, findings: list[Finding]) -> None:
-    console.print(schedule.summary, soft_wrap=True, markup=False)
-    if not findings:
-        console.print(f"[green]right[/]: complete, ordered, and free of deadlock under {model}", soft_wrap=True)
-    for finding in findings:
-        console.print(Text("wrong: ", "red").append(str(finding), "default"), soft_wrap=True)
-    if findings:
-        console.print("\n" + picture(schedule, findings), soft_wrap=True, markup=False)
-    if schedule.lowered and not _is_broken(findings):
+def _limit(asked: float | None) -> float | None:
+    """The limit that was asked for, as a whole number if it is one."""
+    if asked is not None and not math.isfinite(asked):
+        raise typer.BadParameter(f"{asked} is not a number of activations; write e.g. 8", param_hint="--memory-limit")
+    return int(asked) if asked is not None and asked.is_integer() else asked
+
+
+def _report(console: Console, checked: Checked, width: int | None) -> None:
+    whole = width is None  # a pipe gets whole lines
+    console.print(checked.schedule.summary, soft_wrap=whole, markup=False)
+    if not checked.findings:
+        console.print(
+            f"[green]right[/]: complete, ordered, and free of deadlock under {checked.model}", soft_wrap=whole
+        )
+    for finding in checked.findings:
+        console.print(Text("wrong: ", "red").append(str(finding), "default"), soft_wrap=whole)
+    if held := checked.peaks:
+        console.print(_memory_told(held, checked.memory_limit), soft_wrap=whole)
+    if checked.findings:
+        console.print("\n" + picture(checked.schedule, checked.findings, width), soft_wrap=True, markup=False)
+    if models := checked.models:
         console.print()
-        console.print(_table(schedule))
+        console.print(_table(models))
 
 
-def _is_broken(findings: list[Finding]) -> bool:
-    """Whether more is wrong than a deadlock: then what waits for what is not known."""
-    return any(finding.kind not in ("deadlock", "memory") for finding in findings)
+def _memory_told(held: list[int], limit: float | None) -> str:
+    most = max(held)
+    noun = "activation" if most == 1 else "activations"
+    return f"memory: at most {most} {noun} on a rank (rank {held.index(most)}), the limit is {limit}"
 
 
-def _table(schedule: Schedule) -> Table:
+def _table(models: dict[CommModel, bool]) -> Table:
     """Under which models it is free of deadlock."""
-    safe = {str(model): free for model, free in safe_models(schedule).items()}
     table = Table(title="free of deadlock?", title_justify="left", box=None, pad_edge=False)
     table.add_column("one lane per")
     bufferings = list(dict.fromkeys(model.buffering for model in MODELS))
     for buffering in bufferings:
         table.add_column(buffering)
     for lanes in LANES:
-        answers = [safe[str(CommModel(buffering, lanes))] for buffering in bufferings]
+        answers = [models[CommModel(buffering, lanes)] for buffering in bufferings]
         table.add_row(lanes, *("[green]yes[/]" if answer else "[red]no[/]" for answer in answers))
     return table
 
 
-def _document(schedule: Schedule, model: CommModel, findings: list[Finding]) -> dict[str, Any]:
-    known = schedule.lowered and not _is_broken(findings)
+def _document(checked: Checked) -> dict[str, Any]:
+    schedule, model, models = checked.schedule, checked.model, checked.models
     return {
+        "ok": not checked.findings,
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
         "model": {"buffering": model.buffering, "lanes": model.lanes},
+        "memory": None if checked.memory_limit is None else {"limit": checked.memory_limit, "peak": checked.peaks},
         "findings": [
             {
                 "kind": finding.kind,
@@ -123,10 +162,11 @@ def _document(schedule: Schedule, model: CommModel, findings: list[Finding]) -> 
                 "fix": finding.fix,
                 "marks": [list(mark) for mark in finding.marks],
             }
-            for finding in findings
+            for finding in checked.findings
         ],
-        "safe": [
-            {"buffering": one.buffering, "lanes": one.lanes, "free_of_deadlock": free}
-            for one, free in (safe_models(schedule).items() if known else ())
+        "models": None
+        if models is None
+        else [
+            {"buffering": one.buffering, "lanes": one.lanes, "free_of_deadlock": free} for one, free in models.items()
         ],
     }

@@ -1,4 +1,4 @@
-"""``penstock convert``: write a schedule in another format."""
+"""``penstock convert``: write a schedule in another format, lowered or repaired if asked."""
 
 from __future__ import annotations
 
@@ -8,25 +8,47 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
+from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
+from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, model_from, schedule_from
 from penstock.errors import WriteError
 from penstock.ir.formats import write
+from penstock.lowering.repair import repair as repaired
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a .csv, .json or .txt file.")],
+    source: Source,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The file to write; its suffix says how.")],
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    lower: Lower = False,
+    defer_receives: DeferReceives = False,
+    look_ahead: LookAhead = None,
+    merge_backward: MergeBackward = False,
+    no_unshard: NoUnshard = False,
+    repair: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Move its transfers so that it is free of deadlock under this communication model, e.g. "
+            "rendezvous:pair; see penstock check.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace the target if it is there.")] = False,
     machine: Json = False,
 ) -> None:
     """Write a schedule to a CSV, JSON or text file.
 
     Example: penstock convert mine.csv mine.json
+
+    Example: penstock convert 1F1B lowered.csv --ranks 2 --lower --defer-receives
+
+    Example: penstock convert stuck.csv fixed.csv --repair rendezvous:pair
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    schedule = Lowering(lower, defer_receives, look_ahead, merge_backward, no_unshard).of(schedule)
+    if repair is not None:
+        schedule = repaired(schedule, model_from(repair))
     try:
         write(schedule, target, overwrite=force)
     except WriteError as fact:

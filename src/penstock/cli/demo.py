@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import typer
-from rich.console import Console
 
 from penstock.cli.painting import Picture
 from penstock.cli.show import echo
 from penstock.cli.source import Json
+from penstock.cli.terminal import fitted, terminal
 from penstock.ir.formats import FORMATS, read
 from penstock.lowering.pipeline import lower
 from penstock.schedules.registry import build
@@ -47,14 +47,13 @@ def demo(machine: Json = False) -> None:
 
     Example: penstock demo
     """
-    console = Console(highlight=False)
+    console = terminal()
     seen = []
     for name in SHOWN:
         schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
         seen.append(_facts(name, schedule))
         if not machine:
-            width = console.width if console.is_terminal else None
-            echo(console, Picture(schedule, aligned=None, width=width))
+            echo(console, Picture(schedule, aligned=None, width=fitted(console)))
             console.print(_told(seen[-1]), "\n", sep="", soft_wrap=True)
     if machine:
         typer.echo(json.dumps([facts._asdict() for facts in seen], indent=2))

@@ -1,42 +1,16 @@
-"""The ``penstock`` command and what it does with errors: one line, exit code 2."""
+"""Where the ``penstock`` command begins, and what it does with errors: one line, exit code 2."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from typing import Annotated
+from typing import NoReturn
 
-import typer
-
-from penstock.cli.check import FOUND, check_command
-from penstock.cli.convert import convert
-from penstock.cli.demo import demo
-from penstock.cli.show import show
 from penstock.errors import PenstockError, VerificationError
-from penstock.version import __version__
 
+FOUND = 1
 BAD_INPUT = 2
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command()(show)
-app.command("check")(check_command)
-app.command()(convert)
-app.command()(demo)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"penstock {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def penstock(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Pipeline-parallel schedules as data: build, draw, prove, read and write them."""
+INTERRUPTED = 130
 
 
 def main() -> None:
@@ -44,16 +18,22 @@ def main() -> None:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `penstock show ... | head` ends like any other command
     try:
+        from penstock.cli.app import app  # that takes a moment, and may be interrupted as well
+
         app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except VerificationError as error:
-        typer.echo(f"penstock: {error}", err=True)
-        sys.exit(FOUND)
+        _end(f"{error}", FOUND)
     except (PenstockError, OSError) as error:
-        typer.echo(f"penstock: {error}", err=True)
-        sys.exit(BAD_INPUT)
+        _end(f"{error}", BAD_INPUT)
     except MemoryError:
-        typer.echo("penstock: there is not enough memory for a schedule of this size", err=True)
-        sys.exit(BAD_INPUT)
+        _end("there is not enough memory for a schedule of this size", BAD_INPUT)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    sys.stderr.write(f"penstock: {message}\n")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
 from penstock.cli.painting import Picture
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
+from penstock.cli.terminal import Width, fitted, terminal
 from penstock.ir.formats.versioned_json import json_from_schedule
 from penstock.schedules.registry import RECIPES
 
@@ -26,12 +28,15 @@ def show(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
+    lower: Lower = False,
+    defer_receives: DeferReceives = False,
+    look_ahead: LookAhead = None,
+    merge_backward: MergeBackward = False,
+    no_unshard: NoUnshard = False,
     as_written: Annotated[
         bool, typer.Option("--as-written", help="Draw the rows cell by cell, not aligned by what waits for what.")
     ] = False,
-    width: Annotated[
-        int | None, typer.Option(min=20, help="Fit into so many columns; by default into the terminal.")
-    ] = None,
+    width: Width = None,
     machine: Json = False,
 ) -> None:
     """Draw a schedule: a line per rank, a column per step.
@@ -39,20 +44,24 @@ def show(
     What is higher than the terminal goes through $PAGER.
 
     Example: penstock show ZBVZeroBubble --ranks 4 --microbatches 8
+
+    Example: penstock show 1F1B --ranks 2 --lower --no-unshard
     """
-    console = Console(highlight=False, width=width)
+    console = terminal(width)
     if source is None:
+        sizes = {"ranks": ranks, "microbatches": microbatches, "stages-per-rank": stages_per_rank}
+        _check_nothing_asked({**sizes, "lower": lower, "as-written": as_written})
         _list(console, machine=machine)
         return
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    schedule = Lowering(lower, defer_receives, look_ahead, merge_backward, no_unshard).of(schedule)
     if machine:
         typer.echo(json_from_schedule(schedule), nl=False)
         return
-    fit = width is not None or console.is_terminal
     picture = Picture(
         schedule,
         aligned=False if as_written else None,
-        width=console.width if fit else None,
+        width=fitted(console, width),
         colour=console.color_system is not None and not console.no_color,
     )
     page(console, picture)
@@ -82,6 +91,13 @@ def _ansi(console: Console, text: Text, *, fold: bool) -> str:
     with console.capture() as captured:
         console.print(text, soft_wrap=text.no_wrap or not fold)
     return captured.get()
+
+
+def _check_nothing_asked(options: dict[str, object]) -> None:
+    """Without a schedule there is nothing that these could be about."""
+    for option, value in options.items():
+        if value is not None and value is not False:
+            raise typer.BadParameter("of which schedule? Name one, e.g. 1F1B", param_hint=f"--{option}")
 
 
 def _list(console: Console, *, machine: bool) -> None:

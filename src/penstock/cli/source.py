@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import typer
 
-from penstock.errors import SizeError
+from penstock.errors import ModelError, SizeError, UnknownScheduleError
+from penstock.graph.models import CommModel
 from penstock.ir.formats import FORMATS, read
 from penstock.ir.schedule import Schedule
-from penstock.schedules.registry import build
+from penstock.schedules.registry import build, recipe
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
 
+Source: TypeAlias = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a .csv, .json or .txt file.")
+]
 Ranks: TypeAlias = Annotated[
     int | None, typer.Option("--ranks", "-r", help=f"How many ranks.  [default: {DEFAULT_RANKS}]")
 ]
@@ -27,18 +33,25 @@ StagesPerRank: TypeAlias = Annotated[
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON for machines.")]
 
+#: How the name of a file ends that is of another kind than ours.
+_SUFFIX: Final = re.compile(r"\.[A-Za-z]{1,4}")
+
 
 def schedule_from(
     source: str, *, ranks: int | None = None, microbatches: int | None = None, stages_per_rank: int | None = None
 ) -> Schedule:
     """Read the file, or build the schedule of this name."""
     if not is_file(source):
-        return build(
-            source,
-            ranks=DEFAULT_RANKS if ranks is None else ranks,
-            microbatches=DEFAULT_MICROBATCHES if microbatches is None else microbatches,
-            stages_per_rank=stages_per_rank,
-        )
+        try:
+            return build(
+                source,
+                ranks=DEFAULT_RANKS if ranks is None else ranks,
+                microbatches=DEFAULT_MICROBATCHES if microbatches is None else microbatches,
+                stages_per_rank=stages_per_rank,
+            )
+        except SizeError as fact:
+            words = str(fact).replace("stages_per_rank", "--stages-per-rank")
+            raise SizeError(words, field=fact.field, value=fact.value) from None
     sizes = {"ranks": ranks, "microbatches": microbatches, "stages-per-rank": stages_per_rank}
     for field, value in sizes.items():
         if value is not None:
@@ -47,6 +60,28 @@ def schedule_from(
 
 
 def is_file(source: str) -> bool:
-    """Whether this means a file: it is called like one."""
+    """Whether this means a file: it is called like one, or it is there and no schedule has this name."""
     path = Path(source)
-    return path.suffix.lower() in FORMATS or len(path.parts) > 1
+    if path.suffix.lower() in FORMATS or len(path.parts) > 1:
+        return True
+    if _is_name(source):
+        return False
+    with suppress(OSError, ValueError):  # too long a name, or a NUL in it
+        return _SUFFIX.fullmatch(path.suffix) is not None or path.exists()
+    return False
+
+
+def _is_name(source: str) -> bool:
+    try:
+        recipe(source)
+    except UnknownScheduleError:
+        return False
+    return True
+
+
+def model_from(text: str) -> CommModel:
+    """The communication model that is written as ``buffering:lanes``."""
+    buffering, colon, lanes = text.partition(":")
+    if not colon:
+        raise ModelError(f"{text!r} is not a communication model; write e.g. 'rendezvous:pair' or 'bounded(2):rank'")
+    return CommModel(buffering, lanes)

@@ -180,7 +180,7 @@ def test_json_keeps_everything(folder, schedule, data):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("it.yaml", "the suffix '.yaml' is not one of a schedule; name it *.csv, *.json, *.txt"),
+        ("it.yaml", "the suffix '.yaml' is not one of a schedule; name it *.csv, *.json or *.txt"),
         ("it", "a name without a suffix is not one of a schedule"),
         ("missing/it.csv", "No such file or directory"),
         ("nul\0.csv", "embedded null byte"),

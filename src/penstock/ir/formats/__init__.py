@@ -44,7 +44,7 @@ def read(path: str | Path) -> Schedule:
     try:
         form = FORMATS.get(Path(path).suffix.lower())
         if form is None:
-            raise FormatError(_unknown_suffix(path))
+            raise FormatError("is a directory; name a file in it" if Path(path).is_dir() else _unknown_suffix(path))
         return form.parse(files.read_text(Path(path)))
     except ReadError as error:
         raise error.at(path=str(path)) from None
@@ -81,7 +81,8 @@ def write(schedule: Schedule, path: str | Path, *, overwrite: bool = True) -> No
 def _unknown_suffix(path: str | Path) -> str:
     suffix = Path(path).suffix
     found = f"the suffix {suffix!r} is" if suffix else "a name without a suffix is"
-    return f"{found} not one of a schedule; name it *{', *'.join(FORMATS)}"
+    *others, last = FORMATS
+    return f"{found} not one of a schedule; name it *{', *'.join(others)} or *{last}"
 
 
 def _reason(fault: Exception) -> str:

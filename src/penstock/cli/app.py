@@ -1,0 +1,40 @@
+"""The ``penstock`` command and its commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.check import check_command
+from penstock.cli.convert import convert
+from penstock.cli.demo import demo
+from penstock.cli.show import show
+from penstock.version import __version__
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(show)
+app.command("check")(check_command)
+app.command()(convert)
+app.command()(demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def penstock(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Pipeline-parallel schedules as data: build, draw, prove, read and write them."""
