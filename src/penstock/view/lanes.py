@@ -1,0 +1,56 @@
+"""The lines of a rank in a trace: what it computes, and a lane for each peer; more where transfers overlap."""
+
+from __future__ import annotations
+
+from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+COMPUTE, IDLE, LANE = range(3)
+
+
+class Thread(NamedTuple):
+    """A line of a rank in a trace, on which one thing is drawn after the other. They sort in the order of the lines.
+
+    Attributes:
+        rank: the rank.
+        subject: ``COMPUTE``, ``IDLE`` or ``LANE``.
+        peer: for a lane, the rank at the other end.
+        receives: whether it comes from there.
+        number: which of several lanes in parallel, from 0.
+    """
+
+    rank: int
+    subject: int
+    peer: int = 0
+    receives: bool = False
+    number: int = 0
+
+    def __str__(self) -> str:
+        if self.subject != LANE:
+            return "compute" if self.subject == COMPUTE else "idle"
+        words = f"receive from rank {self.peer}" if self.receives else f"send to rank {self.peer}"
+        return f"{words} ({self.number + 1})" if self.number else words
+
+
+def parallel(spans: Iterable[tuple[int, int]]) -> list[int]:
+    """A number for each span of (start, end), so that those with the same number do not overlap. O(n log n).
+
+    >>> parallel([(0, 3), (1, 4), (3, 5), (5, 5)])
+    [0, 1, 0, 1]
+    """
+    spans = list(spans)
+    numbers = [0] * len(spans)
+    free: list[tuple[int, int]] = []  # when each number is free again
+    for place in sorted(range(len(spans)), key=lambda place: spans[place]):
+        start, end = spans[place]
+        if free and free[0][0] <= start:
+            numbers[place] = free[0][1]
+            heapreplace(free, (end, numbers[place]))
+        else:
+            numbers[place] = len(free)
+            free.append((end, numbers[place]))
+            heapify(free)
+    return numbers

@@ -1,0 +1,229 @@
+"""A timeline as a trace that Perfetto and ``chrome://tracing`` open: the Trace Event Format, as a JSON object.
+
+A rank is a process. Its threads are what it computes, why it is idle, and a lane for each peer that it sends to or
+receives from. Arrows follow what is sent: from the action that makes it through the transfer to the action that needs
+it. The memory that a rank holds is a counter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from itertools import count, pairwise
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from penstock.errors import WriteError
+from penstock.ir.dependencies import TRANSFERS
+from penstock.simulation.timeline import WRITERS
+from penstock.view.files import replacing
+from penstock.view.lanes import COMPUTE, IDLE, LANE, Thread, parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock.ir.actions import Action, ComputationType
+    from penstock.simulation.timeline import Span, Timeline, Transfer
+
+    Event: TypeAlias = dict[str, Any]
+
+#: Seconds in a unit of time of the costs, unless told: it is shown as a millisecond.
+MILLISECOND: Final = 1e-3
+
+_NANOSECONDS: Final = 1e9
+_LONGEST: Final = 2**53  # nanoseconds, which readers hold as a float
+_ROUTE: Final = {transfer.send: transfer for transfer in TRANSFERS}
+
+
+def write_trace(timeline: Timeline, path: Path, *, unit: float = MILLISECOND) -> None:
+    """Write a trace. All of it or nothing.
+
+    Args:
+        timeline: what to write.
+        path: the file, ``*.json``.
+        unit: how many seconds a unit of time of the costs has; by default a unit is shown as a millisecond. A trace
+            counts in nanoseconds.
+
+    Raises:
+        WriteError: the file cannot be written, or the times are too long or too short for a trace.
+    """
+    trace = Trace(timeline, unit)
+    facts = {"schedule": timeline.schedule.summary, "seconds per unit of time": unit, "costs": timeline.costs.to_dict()}
+    with replacing(path) as file:
+        file.write(b'{"displayTimeUnit": "ns", "otherData": ' + _json(facts) + b', "traceEvents": [\n')
+        for number, event in enumerate(trace.events()):
+            file.write((b",\n" if number else b"") + _json(event))
+        file.write(b"\n]}\n")
+
+
+def _json(value: object) -> bytes:
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError:
+        raise WriteError("the timeline has numbers that are not finite, which JSON cannot hold") from None
+
+
+class _Bar(NamedTuple):
+    """Something on a thread, from and to nanoseconds."""
+
+    thread: Thread
+    start: int
+    end: int
+
+
+#: By step, stage, type and microbatch.
+_Runs: TypeAlias = dict[tuple[int, int, "ComputationType", int | None], _Bar]
+
+
+class Trace:
+    """The events of a timeline."""
+
+    def __init__(self, timeline: Timeline, unit: float = MILLISECOND) -> None:
+        self._timeline = timeline
+        self._scale = unit * _NANOSECONDS
+        length = timeline.makespan * self._scale
+        if not (math.isfinite(unit) and unit > 0):
+            raise WriteError(f"a unit of time has more than 0 seconds, not {unit!r}")
+        if not (0.5 <= length <= _LONGEST or timeline.makespan == 0):
+            side = "larger" if length < 1 else "smaller"
+            raise WriteError(
+                f"{timeline.makespan:g} units of {unit:g} seconds do not fit a trace: choose a {side} unit"
+            )
+        self._sends, self._receives = self._placed_transfers()
+        threads = {bar.thread for bar in (*self._sends, *self._receives)}
+        threads |= {Thread(rank, subject) for rank in range(timeline.flow.ranks) for subject in (COMPUTE, IDLE)}
+        # Readers take a thread whose number is that of its process for the main one.
+        self._number = dict(zip(sorted(threads), count(timeline.flow.ranks + 1), strict=False))
+
+    def events(self) -> Iterator[Event]:
+        """All events: names first, then what they name; an arrow after what it connects."""
+        yield from self._names()
+        yield from self._actions()
+        yield from self._idle()
+        for transfer, send, receive in zip(self._timeline.transfers, self._sends, self._receives, strict=True):
+            yield self._complete(send, str(transfer.action), "send", _transfer_facts(transfer))
+            yield self._complete(receive, str(transfer.action), "receive", _transfer_facts(transfer))
+        yield from self._arrows()
+        yield from self._memory()
+
+    def _placed_transfers(self) -> tuple[list[_Bar], list[_Bar]]:
+        """Every transfer as a bar of the rank that sends, and of the one that receives."""
+        transfers = self._timeline.transfers
+        times = [(self._time(transfer.start), self._time(transfer.end)) for transfer in transfers]
+        pairs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, transfer in enumerate(transfers):
+            pairs[transfer.source, transfer.target].append(place)
+        number = [0] * len(transfers)
+        for places in pairs.values():
+            for place, chosen in zip(places, parallel(times[place] for place in places), strict=True):
+                number[place] = chosen
+        sends, receives = [], []
+        for (source, target, *_), time, chosen in zip(transfers, times, number, strict=True):
+            sends.append(_Bar(Thread(source, LANE, target, False, chosen), *time))
+            receives.append(_Bar(Thread(target, LANE, source, True, chosen), *time))
+        return sends, receives
+
+    def _names(self) -> Iterator[Event]:
+        for rank in range(self._timeline.flow.ranks):
+            yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
+            yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
+        for thread, number in self._number.items():
+            at = {"pid": thread.rank, "tid": number}
+            yield {"ph": "M", **at, "name": "thread_name", "args": {"name": str(thread)}}
+            yield {"ph": "M", **at, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+    def _actions(self) -> Iterator[Event]:
+        waited = self._waited()
+        for span in self._blocking():
+            facts = {**_action_facts(span.action), "step": span.step}
+            if causes := waited.get((span.rank, span.start, span.action)):
+                facts["waited for"] = causes
+            bar = _Bar(Thread(span.rank, COMPUTE), self._time(span.start), self._time(span.end))
+            yield self._complete(bar, str(span.action), span.action.computation_type.value, facts)
+
+    def _waited(self) -> dict[tuple[int, float, Action], str]:
+        """By rank, start and action, why it did not start before."""
+        waits: dict[tuple[int, float, Action], str] = {}
+        causes: list[str] = []
+        for wait, following in pairwise([*self._timeline.waits, None]):
+            assert wait is not None
+            causes.append(f"{wait.why} ({wait.end - wait.start:g})")
+            if following is None or (following.rank, following.start) != (wait.rank, wait.end):
+                if wait.before is not None:
+                    waits[wait.rank, wait.end, wait.before] = "; ".join(causes)
+                causes = []
+        return waits
+
+    def _blocking(self) -> Iterator[Span]:
+        flow, spans = self._timeline.flow, self._timeline.spans
+        return (spans[cell] for cell in flow.blocking.tolist())
+
+    def _idle(self) -> Iterator[Event]:
+        for wait in self._timeline.waits:
+            bar = _Bar(Thread(wait.rank, IDLE), self._time(wait.start), self._time(wait.end))
+            yield self._complete(bar, wait.cause, "idle", {"why": wait.why})
+
+    def _arrows(self) -> Iterator[Event]:
+        """Through what takes time: readers take nothing else for what an end of an arrow belongs to."""
+        runs = self._runs_by_leaf()
+        transfers = zip(self._timeline.transfers, self._sends, self._receives, strict=True)
+        for number, (transfer, send, receive) in enumerate(transfers, start=1):
+            through = _ends(runs, transfer, send, receive)
+            bars = [bar for bar in through if bar is not None and bar.end > bar.start]
+            if len(bars) < 2:
+                continue
+            for bar, phase in zip(bars, ["s", *"t" * (len(bars) - 2), "f"], strict=True):
+                at = self._at(bar.thread, (bar.start + bar.end) // 2)
+                binding = {"bp": "e"} if phase == "f" else {}
+                yield {"ph": phase, "id": number, "name": "transfer", "cat": "transfer", **at, **binding}
+
+    def _runs_by_leaf(self) -> _Runs:
+        """When and where every action runs; an action of an overlap with the overlap."""
+        return {
+            (span.step, *leaf[:3]): _Bar(Thread(span.rank, COMPUTE), self._time(span.start), self._time(span.end))
+            for span in self._blocking()
+            for leaf in span.action.leaves
+        }
+
+    def _memory(self) -> Iterator[Event]:
+        for rank, curve in enumerate(self._timeline.memory):
+            for time, value in zip(curve.times.tolist(), curve.values.tolist(), strict=True):
+                at = {"pid": rank, "ts": self._time(time) / 1000}
+                yield {"ph": "C", "name": "memory", **at, "args": {"held": value}}
+
+    def _complete(self, bar: _Bar, name: str, category: str, facts: Event) -> Event:
+        at = self._at(bar.thread, bar.start)
+        return {"ph": "X", "name": name, "cat": category, **at, "dur": (bar.end - bar.start) / 1000, "args": facts}
+
+    def _at(self, thread: Thread, time: int) -> Event:
+        return {"pid": thread.rank, "tid": self._number[thread], "ts": time / 1000}
+
+    def _time(self, time: float) -> int:
+        """Whole nanoseconds: what one bar ends with, the next begins with."""
+        return round(time * self._scale)
+
+
+def _ends(runs: _Runs, transfer: Transfer, *between: _Bar) -> Iterator[_Bar | None]:
+    """What makes that which is sent, what is between, and what needs it."""
+    stage, kind, microbatch, _ = transfer.action
+    route = _ROUTE[kind]
+    makers = (runs.get((transfer.step, stage, maker, microbatch)) for maker in route.made_by)
+    users = (runs.get((transfer.step, stage + route.stage_offset, user, microbatch)) for user in route.needed_by)
+    yield next(filter(None, makers), None)
+    yield from between
+    yield next(filter(None, users), None)
+
+
+def _action_facts(action: Action) -> Event:
+    if action.sub_actions is not None:
+        return {"type": action.computation_type.value, "parts": [_action_facts(part) for part in action.sub_actions]}
+    facts = {"stage": action.stage_index, "type": action.computation_type.value, "microbatch": action.microbatch_index}
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _transfer_facts(transfer: Transfer) -> Event:
+    return {**_action_facts(transfer.action), "step": transfer.step, "from": transfer.source, "to": transfer.target}
+
+
+WRITERS[".json"] = write_trace
