@@ -79,6 +79,13 @@ def test_plain_and_compiled_scans_of_stages_agree_with_the_definition(stages, li
 def test_when_the_compiler_pays(monkeypatch, loaded):
     modules = {"numba": object()} if loaded else {}
     monkeypatch.setattr(walk.sys, "modules", modules)
+    monkeypatch.setattr(walk, "_walked_plainly", [0])
     assert walk.worth_compiling(1_000) is loaded
     assert walk.worth_compiling(1_000_000)
-    assert not walk.worth_compiling(100)
+    assert walk.worth_compiling(100) is not loaded
+
+
+def test_the_compiler_is_loaded_when_as_much_was_walked_without_it(monkeypatch):
+    monkeypatch.setattr(walk.sys, "modules", {})
+    monkeypatch.setattr(walk, "_walked_plainly", [0])
+    assert [walk.worth_compiling(60_000) for _ in range(4)] == [False, False, False, True]

@@ -1,7 +1,7 @@
 """The walk through an event graph: the longest path to every node, or which nodes no walk can reach.
 
 One algorithm in two forms. The compiled one does ten million edges a second, but loading the compiler takes half a
-second; the plain one is for graphs that are done in that time.
+second; the plain one is for what is done in that time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     AnyInts = NDArray[np.signedinteger[Any]]
 
-#: From so many edges on the compiler pays, if it has to be loaded first, or is there already.
+#: Edges that are walked plainly, in all, before the compiler is loaded: as long as that takes. Whatever comes after, no
+#: more than twice the time that the better choice would have taken is spent.
 WORTH_LOADING: Final = 200_000
+#: From so many edges on the compiled walk pays, once it is there.
 WORTH_CALLING: Final = 200
+
+_walked_plainly = [0]
 
 #: The start of a node that waits for itself.
 UNREACHED: Final = -1
@@ -41,7 +45,10 @@ def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
 
 def worth_compiling(work: int) -> bool:
     """Whether a kernel with so many steps of work should be run compiled."""
-    return work >= (WORTH_CALLING if "numba" in sys.modules else WORTH_LOADING)
+    if "numba" in sys.modules:
+        return work >= WORTH_CALLING
+    _walked_plainly[0] += work
+    return _walked_plainly[0] >= WORTH_LOADING
 
 
 def _plain(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> list[int]:
