@@ -337,6 +337,15 @@ def test_repair_to_a_file(tmp_path):
     assert not (tmp_path / "never.csv").exists()
 
 
+def test_what_is_missing_in_a_file_is_told_without_python_alone(tmp_path):
+    (tmp_path / "gap.csv").write_text("0F0\n2F0\n")
+    assert "say which rank has it: placement=, or in a .json file" in penstock("show", "gap.csv", cwd=tmp_path).stderr
+    (tmp_path / "half.csv").write_text("1F\n")
+    assert penstock("show", "half.csv", cwd=tmp_path).stderr == (
+        "penstock: half.csv, row 1, cell 1: '1F' is not an action: the type F needs a microbatch; write e.g. '1F0'\n"
+    )
+
+
 def test_a_file_of_another_kind_is_not_an_unknown_schedule(tmp_path):
     (tmp_path / "notes").write_text(BROKEN)
     refused = penstock("check", "notes", cwd=tmp_path)

@@ -102,12 +102,11 @@ class Action(_Fields):
         if kind in SHARDING:
             if microbatch_index is not None:
                 raise ActionError(
-                    f"{kind} belongs to a stage, not to a microbatch: microbatch_index={microbatch_index!r}; "
-                    f"write '{stage}{kind}'"
+                    f"{kind} belongs to a stage, not to microbatch {microbatch_index!r}; write '{stage}{kind}'"
                 )
             return super().__new__(cls, stage, kind, None, None)
         if microbatch_index is None:
-            raise ActionError(f"a {kind} action needs a microbatch; write e.g. '{stage}{kind}0'")
+            raise ActionError(f"the type {kind} needs a microbatch; write e.g. '{stage}{kind}0'")
         return super().__new__(cls, stage, kind, _checked_index("microbatch_index", microbatch_index), None)
 
     @classmethod
@@ -203,8 +202,9 @@ def parse_cell(text: str, *, row: int | None = None, cell: int | None = None) ->
         if (action := _matched(content)) is not None:
             return action
     except ActionError as fact:
-        reason = f" ({fact})"
-    message = f"{_shortened(content)} is not an action{reason}; write e.g. {_hint(content)}"
+        reason = f": {fact}"
+    hint = "" if "; write" in reason else f"; write e.g. {_hint(content)}"
+    message = f"{_shortened(content)} is not an action{reason}{hint}"
     raise ScheduleSyntaxError(message, text=text, row=row, cell=cell)
 
 

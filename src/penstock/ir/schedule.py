@@ -369,7 +369,8 @@ def _derived_placement(rows: Sequence[Codes]) -> Placement:
         busy = np.flatnonzero(codes)
         if not len(busy):
             raise PlacementError(
-                f"rank {rank} does nothing, so its stages are unknown; drop its row, or give placement=",
+                f"rank {rank} does nothing, so its stages are unknown; drop its row, or say which they are: "
+                "placement=, or in a .json file",
                 places=[(rank, 0)],
             )
         for stage in np.unique(packed.stages(codes[busy])).tolist():
@@ -379,7 +380,8 @@ def _derived_placement(rows: Sequence[Codes]) -> Placement:
                 raise PlacementError(f"stage {stage} is on {where}", stage=stage, places=places)
     if (gap := first_gap(rank_of)) is not None:
         raise PlacementError(
-            f"no rank runs stage {gap}, though there is a stage {max(rank_of)}; add its actions, or give placement=",
+            f"no rank runs stage {gap}, though there is a stage {max(rank_of)}; add its actions, or say which rank has "
+            "it: placement=, or in a .json file",
             stage=gap,
         )
     return Placement.from_mapping(rank_of, len(rows))

@@ -181,5 +181,5 @@ def _sparse(schedule: Schedule) -> Finding:
         action,
         f"{action} is missing, and much more: {schedule.stages} stages times {schedule.microbatches} microbatches "
         f"need {wanted} forwards, and there are only {len(codes)} actions",
-        "number the microbatches from 0 without a gap, and give microbatches= only if it is right",
+        "number the microbatches from 0 without a gap; if their number is given, give the right one",
     )

@@ -55,7 +55,7 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
             leaves,
             "microbatch",
             f"{{}} is of a microbatch that there is not; there are {schedule.microbatches}",
-            "drop it, or give microbatches=",
+            "drop it, or say that there are more: microbatches=, or in a .json file",
         ),
     )
 

@@ -110,7 +110,9 @@ GOOD = {"rank": 0, "stages": [0], "actions": ["0F0"]}
     ("content", "row", "cell", "told"),
     [
         (document()[:-30], 1, None, "is not JSON: "),
-        ("", 1, None, "is not JSON: "),
+        ("", None, None, "is empty"),
+        ("\n", None, None, "is empty"),
+        ('{"format', 1, None, "is not JSON: Unterminated string starting at column 2"),
         ("[1, 2]", None, None, "it must be an object, not [1, 2]"),
         ("3" * 5000, None, None, "is not a schedule: "),
         ("[" * 100_000, None, None, "nested too deeply"),

@@ -71,12 +71,15 @@ def schedule_from_json(text: str) -> Schedule:
 
 
 def _parsed_json(text: str) -> dict[str, Any]:
+    if not text.strip():
+        raise FormatError("is empty; penstock convert writes an example: penstock convert GPipe example.json")
     try:
         document = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except FormatError:
         raise
     except json.JSONDecodeError as fault:
-        raise FormatError(f"is not JSON: {fault.msg} at column {fault.colno}", row=fault.lineno) from None
+        reason = fault.msg.removesuffix(" at")  # some end so, for a place that comes elsewhere
+        raise FormatError(f"is not JSON: {reason} at column {fault.colno}", row=fault.lineno) from None
     except RecursionError:
         raise FormatError("is not a schedule: it is nested too deeply") from None
     except ValueError as fault:  # a number with thousands of digits
