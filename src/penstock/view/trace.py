@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 #: Seconds in a unit of time of the costs, unless told: it is shown as a millisecond.
 MILLISECOND: Final = 1e-3
 
+_ENCODER: Final = json.JSONEncoder(allow_nan=False)
 _NANOSECONDS: Final = 1e9
 _LONGEST: Final = 2**53  # nanoseconds, which readers hold as a float
 _ROUTE: Final = {transfer.send: transfer for transfer in TRANSFERS}
@@ -59,7 +60,7 @@ def write_trace(timeline: Timeline, path: Path, *, unit: float = MILLISECOND) ->
 
 def _json(value: object) -> bytes:
     try:
-        return json.dumps(value, allow_nan=False).encode()
+        return _ENCODER.encode(value).encode()
     except ValueError:
         raise WriteError("the timeline has numbers that are not finite, which JSON cannot hold") from None
 
