@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 
 from penstock.cli.check import check_command
+from penstock.cli.compare import compare
 from penstock.cli.convert import convert
 from penstock.cli.demo import demo
 from penstock.cli.show import show
+from penstock.cli.simulate import simulate_command
+from penstock.cli.view import view
 from penstock.version import __version__
 
 app = typer.Typer(
@@ -21,6 +24,9 @@ app = typer.Typer(
 )
 app.command()(show)
 app.command("check")(check_command)
+app.command("simulate")(simulate_command)
+app.command()(compare)
+app.command()(view)
 app.command()(convert)
 app.command()(demo)
 
@@ -37,4 +43,4 @@ def penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Pipeline-parallel schedules as data: build, draw, prove, read and write them."""
+    """Pipeline-parallel schedules as data: build, draw, prove, predict, read and write them."""

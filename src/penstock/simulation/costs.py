@@ -7,6 +7,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from dataclasses import replace as replaced
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 #: A number for all, or one for each stage, or for each edge between a stage and the next.
 Amount: TypeAlias = float | tuple[float, ...]
 
-_PER_EDGE: Final = ("latency", "bandwidth", "activation_bytes", "gradient_bytes")
+_OF_A_STAGE: Final = (
+    "forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "optimizer", "activation", "static"
+)  # fmt: skip
 _ONE_FOR_ALL: Final = ("dispatch", "overlap")
 
 
@@ -104,6 +107,17 @@ class Costs:
         if self.bandwidth is None:
             return time
         return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edges"))
+
+    def shared(self, parts: int) -> Costs:
+        """The same for stages that are each one of so many equal parts of what these costs are of.
+
+        Numbers for all are divided; those that are given for each stage, and those of transfers, stay.
+
+        >>> Costs(forward=2, activation=4, latency=1).shared(2).forward
+        1.0
+        """
+        divided = {name: value / parts for name in _OF_A_STAGE if isinstance(value := getattr(self, name), float)}
+        return replaced(self, **divided)
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Costs:

@@ -285,6 +285,11 @@ class Timeline:
         reached = np.maximum.accumulate(np.append(0.0, end[mine]))[:-1]
         return float(np.maximum(end[mine] - np.maximum(start[mine], reached), 0.0).sum())
 
+    @property
+    def hops(self) -> int:
+        """How many transfers there are between ranks."""
+        return len(self._transfer_facts[0])
+
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of actions that the makespan is made of: each waits for the one before."""

@@ -1,0 +1,114 @@
+"""``penstock compare``: every known schedule at one size, side by side."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.costs import CostsFile, ModelName, costs_from, model_named
+from penstock.cli.source import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Json, Microbatches, Ranks, StagesPerRank
+from penstock.cli.terminal import Width, terminal
+from penstock.schedules.registry import RECIPES
+from penstock.simulation.comparison import Candidate, candidates, ranked
+
+#: From so many forwards on it takes long enough that somebody would wonder.
+_LARGE = 20_000
+
+
+def compare(
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    costs: CostsFile = None,
+    model: ModelName = None,
+    memory_limit: Annotated[
+        float | None, typer.Option("--memory-limit", min=0.0, help="How much memory a rank has.")
+    ] = None,
+    width: Width = None,
+    machine: Json = False,
+) -> None:
+    """Compare all schedules: makespan, span, bubble, memory, transfers. The fastest first.
+
+    Costs are those of a whole rank, and its stages share them equally, so that schedules with several stages per rank
+    compare with those that have one. Memory counts in the unit of the costs: by default, in the activations that a
+    microbatch takes on a whole rank.
+
+    Example: penstock compare --ranks 8 --microbatches 24 --memory-limit 8
+    """
+    size = (
+        DEFAULT_RANKS if ranks is None else ranks,
+        DEFAULT_MICROBATCHES if microbatches is None else microbatches,
+    )
+    console = terminal(width)
+    found = candidates(
+        *size,
+        costs_from(costs),
+        stages_per_rank=stages_per_rank,
+        memory_limit=memory_limit,
+        model=model_named(model),
+    )
+    if size[0] * size[1] > _LARGE and console.is_terminal and not machine:
+        waiting = Console(stderr=True)
+        found = iter(track(found, "simulating", total=len(RECIPES) - 1, console=waiting, transient=True))
+    rows = ranked(list(found))
+    if machine:
+        typer.echo(json.dumps([_facts(row) for row in rows], indent=2))
+    else:
+        console.print(_table([row for row in rows if row.timeline], memory_limit))
+        for row in rows:
+            if row.timeline is None:
+                console.print(Text(f"not {row.name}: {row.reason}", style="dim"), soft_wrap=True)
+        if rows[0].reason:
+            console.print("none of them fits")
+
+
+def _table(rows: list[Candidate], memory_limit: float | None) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("", "schedule"):
+        table.add_column(title, no_wrap=True)
+    for title in ("stages", "makespan", "bubble", "span", "bubble", "memory", "hops"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for place, row in enumerate(rows):
+        best = place == 0 and not row.reason
+        style = "dim" if row.reason else "bold" if best else ""
+        over = f" > {memory_limit:g}" if row.reason else ""
+        table.add_row("*" if best else "", row.name, str(row.stages_per_rank), *_numbers(row, over), style=style)
+    return table
+
+
+def _numbers(row: Candidate, over: str) -> list[str]:
+    assert row.timeline is not None
+    timeline = row.timeline
+    return [
+        f"{timeline.makespan:.6g}",
+        f"{timeline.bubble_rate:.1%}",
+        f"{timeline.span:.6g}",
+        f"{timeline.span_bubble_rate:.1%}",
+        f"{row.peak_memory:.6g}{over}",
+        str(timeline.hops),
+    ]
+
+
+def _facts(row: Candidate) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "name": row.name,
+        "stages_per_rank": row.stages_per_rank,
+        "fits": not row.reason,
+        "reason": row.reason or None,
+    }
+    if row.timeline is not None:
+        told |= {
+            "makespan": row.timeline.makespan,
+            "bubble_rate": row.timeline.bubble_rate,
+            "span": row.timeline.span,
+            "span_bubble_rate": row.timeline.span_bubble_rate,
+            "peak_memory": list(row.timeline.peak_memory),
+            "hops": row.timeline.hops,
+        }
+    return told

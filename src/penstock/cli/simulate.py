@@ -1,0 +1,143 @@
+"""``penstock simulate``: what a schedule takes, and where the time goes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.costs import CostsFile, ModelName, costs_from, model_named
+from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, schedule_from
+from penstock.cli.terminal import Width, terminal
+from penstock.lowering.pipeline import lower as lowered
+from penstock.simulation.many import Samples, simulate_many
+from penstock.simulation.simulate import simulate
+from penstock.simulation.timeline import Timeline
+from penstock.view.palette import LOOKS
+from penstock.view.terminal import draw
+
+PERCENTILES = (5, 50, 95)
+
+
+def simulate_command(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    costs: CostsFile = None,
+    model: ModelName = None,
+    lower: Annotated[bool, typer.Option("--lower", help="Lower the schedule first, with sharding.")] = False,
+    steps: Annotated[int, typer.Option("--steps", help="How many steps to run, one after the other.")] = 1,
+    no_synchronise: Annotated[
+        bool, typer.Option("--no-synchronise", help="Ranks do not wait for each other between steps.")
+    ] = False,
+    noise: Annotated[float, typer.Option("--noise", help="How much actions vary by chance, e.g. 0.1.")] = 0.0,
+    stragglers: Annotated[float, typer.Option("--stragglers", help="How much ranks vary by chance.")] = 0.0,
+    samples: Annotated[int, typer.Option("--samples", help="How many samples to draw of that.")] = 1000,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write it too: .html, .json (a trace), .png, .svg."),
+    ] = None,
+    width: Width = None,
+    machine: Json = False,
+) -> None:
+    """Predict a schedule: time, bubble, memory, and the reason for every idle moment.
+
+    Example: penstock simulate ZBVZeroBubble --ranks 4 --microbatches 8 --costs costs.toml -o timeline.html
+    """
+    schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    schedule = lowered(schedule) if lower else schedule
+    given, behaves = costs_from(costs), model_named(model)
+    timeline = simulate(schedule, given, model=behaves, steps=steps, synchronise=not no_synchronise)
+    chance = None
+    if noise or stragglers:
+        chance = simulate_many(schedule, given, model=behaves, samples=samples, noise=noise, stragglers=stragglers)
+    for path in output or []:
+        timeline.write(path)
+    if machine:
+        typer.echo(json.dumps(facts(timeline, chance), indent=2))
+        return
+    console = terminal(width)
+    paint(console, timeline)
+    console.print()
+    console.print(numbers(timeline))
+    console.print(Text("\n".join(summary(timeline, chance))), soft_wrap=True)
+    for path in output or []:
+        console.print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def paint(console: Console, timeline: Timeline) -> None:
+    """Draw the timeline to scale, as wide as the terminal."""
+    colour = console.color_system is not None and not console.no_color
+    for line in draw(timeline, console.width, colour=colour):
+        text = Text(no_wrap=True)
+        for segment in line:
+            look = LOOKS.get(segment.style)
+            text.append(segment.text, style=look.block if look else segment.style)
+        console.print(text, soft_wrap=True)
+
+
+def numbers(timeline: Timeline) -> Table:
+    """A line of numbers per rank."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("rank", "busy", "idle", "communication", "peak memory"):
+        table.add_column(title, justify="right")
+    rows = zip(timeline.busy, timeline.idle, timeline.communication, timeline.peak_memory, strict=True)
+    for rank, row in enumerate(rows):
+        table.add_row(str(rank), *(f"{number:.6g}" for number in row))
+    return table
+
+
+def summary(timeline: Timeline, chance: Samples | None) -> list[str]:
+    """What it all comes to, in words."""
+    lines = [
+        f"makespan {timeline.makespan:.6g}, of which {timeline.bubble_rate:.2%} is bubble; "
+        f"span {timeline.span:.6g}, {timeline.span_bubble_rate:.2%}; a step takes {timeline.step_time:.6g}"
+    ]
+    if causes := timeline.idle_by_cause:
+        told = ", ".join(f"{cause} {time:.6g}" for cause, time in causes.items())
+        lines.append(f"idle, over all ranks, by cause: {told}")
+    if chance is not None:
+        shown = ", ".join(f"{percent} % within {chance.percentile(percent):.6g}" for percent in PERCENTILES)
+        lines.append(f"with chance, {len(chance)} samples: {shown}")
+    return lines
+
+
+def facts(timeline: Timeline, chance: Samples | None = None) -> dict[str, Any]:
+    """Everything, for machines."""
+    told: dict[str, Any] = {
+        "name": timeline.schedule.metadata.get("name"),
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "step_time": timeline.step_time,
+        "ideal": timeline.ideal,
+        "bubble": timeline.bubble,
+        "bubble_rate": timeline.bubble_rate,
+        "span_bubble_rate": timeline.span_bubble_rate,
+        "hops": timeline.hops,
+        "ranks": [
+            {"busy": busy, "idle": idle, "communication": communication, "peak_memory": peak}
+            for busy, idle, communication, peak in zip(
+                timeline.busy, timeline.idle, timeline.communication, timeline.peak_memory, strict=True
+            )
+        ],
+        "idle_by_cause": timeline.idle_by_cause,
+        "idle": [
+            {"rank": wait.rank, "start": wait.start, "end": wait.end, "cause": wait.cause, "why": wait.why}
+            for wait in timeline.waits
+        ],
+        "critical_path": [
+            {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end, "step": span.step}
+            for span in timeline.critical_path
+        ],
+    }
+    if chance is not None:
+        told["samples"] = {"count": len(chance)} | {
+            f"p{percent}": chance.percentile(percent) for percent in PERCENTILES
+        }
+    return told

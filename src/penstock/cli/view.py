@@ -1,0 +1,51 @@
+"""``penstock view``: an interactive page of one schedule, or of several on one axis of time."""
+
+from __future__ import annotations
+
+import json
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.costs import CostsFile, ModelName, costs_from, model_named
+from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, is_file, schedule_from
+from penstock.errors import WriteError
+from penstock.simulation.simulate import simulate
+from penstock.view.page import write_page
+
+
+def view(
+    sources: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", help="Schedules, or files of them.")],
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    costs: CostsFile = None,
+    model: ModelName = None,
+    memory_limit: Annotated[
+        float | None, typer.Option("--memory-limit", min=0.0, help="How much memory a rank has, to be drawn.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("timeline.html"),
+    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    machine: Json = False,
+) -> None:
+    """Write a page to look at: zoom, hover, click. It is one file and needs nothing else.
+
+    Several schedules stand under each other on one axis of time.
+
+    Example: penstock view 1F1B ZBVZeroBubble --ranks 4 --microbatches 8 -o compare.html
+    """
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise WriteError(f"{output}: a page is written to *.html; for others, penstock simulate -o")
+    given, behaves = costs_from(costs), model_named(model)
+    timelines, titles = [], []
+    for source in sources:
+        sizes = {} if is_file(source) else {"ranks": ranks, "microbatches": microbatches}
+        choice = None if is_file(source) else stages_per_rank
+        timelines.append(simulate(schedule_from(source, stages_per_rank=choice, **sizes), given, model=behaves))
+        titles.append(Path(source).name if is_file(source) else str(timelines[-1].schedule.metadata["name"]))
+    write_page(timelines, output, titles=titles, memory_limit=memory_limit)
+    if show:
+        webbrowser.open(output.resolve().as_uri())
+    typer.echo(json.dumps({"wrote": str(output)}) if machine else f"wrote {output}")

@@ -1,0 +1,119 @@
+"""``penstock simulate``, ``compare`` and ``view``, as a user runs them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import penstock as ps
+from penstock.cli.app import app
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def costs(tmp_path):
+    path = tmp_path / "costs.toml"
+    path.write_text("forward = 2\nbackward_input = 2\nbackward_weight = 1\nlatency = 0.5\n")
+    return str(path)
+
+
+def test_simulate_draws_to_scale_and_tells_where_the_time_goes():
+    assert run("simulate", "1F1B", "-r", "2", "-m", "3", "--width", "44").splitlines() == [
+        "       busy peak",
+        "rank 0  75%    2 F0F1....B0--F2B1--..B2--",
+        "rank 1  75%    1 ..F0B0--F1B1--F2B2--....",
+        "time             0   2   4   6   8   10  12",
+        "# F forward   B backward   . idle",
+        "",
+        "rank  busy  idle  communication  peak memory",
+        "   0     9     3              0            2",
+        "   1     9     3              0            1",
+        "makespan 12, of which 25.00% is bubble; span 12, 25.00%; a step takes 12",
+        "idle, over all ranks, by cause: order 2, drained 2, activation 1, gradient 1",
+    ]
+
+
+def test_simulate_with_costs_as_json(costs):
+    told = json.loads(run("simulate", "ZB-H1", "-r", "4", "-m", "8", "--costs", costs, "--json"))
+    timeline = ps.simulate(ps.build("ZB-H1", ranks=4, microbatches=8), ps.Costs.read(costs))
+    assert told["makespan"] == timeline.makespan
+    assert told["idle_by_cause"] == timeline.idle_by_cause
+    assert [rank["peak_memory"] for rank in told["ranks"]] == list(timeline.peak_memory)
+    assert told["critical_path"][-1]["end"] == timeline.makespan
+    assert len(told["idle"]) == len(timeline.waits)
+
+
+def test_simulate_a_lowered_file_under_a_model(tmp_path, costs):
+    path = tmp_path / "mine.csv"
+    ps.lower(ps.build("1F1B", ranks=2, microbatches=4), unshard=False).write(path)
+    told = json.loads(run("simulate", str(path), "--model", "rendezvous:pair", "-c", costs, "--json"))
+    expected = ps.simulate(ps.read(path), ps.Costs.read(costs), model=ps.CommModel("rendezvous", "pair"))
+    assert told["makespan"] == expected.makespan
+
+
+def test_simulate_several_steps_and_chance():
+    told = json.loads(run("simulate", "ZBVZeroBubble", "--steps", "3", "--no-synchronise", "--json"))
+    assert told["step_time"] == 48
+    text = run("simulate", "1F1B", "--noise", "0.1", "--samples", "50")
+    assert "with chance, 50 samples: 5 % within" in text
+
+
+def test_simulate_writes_pictures(tmp_path):
+    names = [tmp_path / name for name in ("a.html", "a.json", "a.svg")]
+    text = run("simulate", "1F1B", "-r", "2", "-m", "2", *(part for name in names for part in ("-o", str(name))))
+    for name in names:
+        assert name.stat().st_size > 500
+        assert f"wrote {name}" in text
+
+
+def test_compare_marks_the_best_and_says_why_others_are_out():
+    lines = run("compare", "--ranks", "8", "--microbatches", "24", "--memory-limit", "8").splitlines()
+    assert lines[1].split()[:4] == ["*", "InterleavedZeroBubble", "2", "75.5"]
+    assert "15 > 8" in next(line for line in lines if "ZB-H2" in line)
+    assert len(lines) == 1 + 11
+    makespans = [float(line.split()[2 if line[0] != "*" else 3]) for line in lines[1:] if ">" not in line]
+    assert makespans == sorted(makespans)
+
+
+def test_compare_as_json_and_costs_that_do_not_fit_all(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": [1] * 8}))
+    told = {row["name"]: row for row in json.loads(run("compare", "-r", "4", "-m", "8", "-c", str(path), "--json"))}
+    assert told["ZBVZeroBubble"]["fits"]
+    assert told["ZBVZeroBubble"]["hops"] == 8 * 6 * 2
+    assert told["1F1B"]["reason"].startswith("forward has 8 numbers, but there are 4 stages")
+    assert "not 1F1B: forward has 8 numbers" in run("compare", "-r", "4", "-m", "8", "-c", str(path))
+    assert "none of them fits" in run("compare", "--memory-limit", "0.5")
+
+
+def test_view_writes_one_page_of_several(tmp_path):
+    page, mine = tmp_path / "both.html", tmp_path / "mine.csv"
+    ps.build("ZB-H1", ranks=3, microbatches=6).write(mine)
+    assert run("view", "1F1B", str(mine), "-r", "3", "-m", "6", "-o", str(page)) == f"wrote {page}\n"
+    text = page.read_text()
+    assert "1F1B" in text
+    assert "mine.csv" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate", "1F1B", "--costs", "none.toml"], "none.toml: cannot be read"),
+        (["simulate", "1F1B", "--steps", "0"], "steps must be at least 1"),
+        (["simulate", "1F1B", "--model", "fast"], "is not a communication model"),
+        (["simulate", "1F1B", "--noise", "-1"], "noise must be"),
+        (["simulate", "1F1B", "-o", "a.pdf"], "a timeline is written to"),
+        (["compare", "--ranks", "0"], "ranks must be at least 1"),
+        (["view", "1F1B", "-o", "a.png"], r"a page is written to"),
+        (["simulate", "none.csv"], "none.csv"),
+    ],
+)
+def test_bad_usage(arguments, words):
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, ps.PenstockError) or result.exit_code == 2
+    assert words in str(result.exception) + result.output
