@@ -1,0 +1,110 @@
+// The header: the title, a table of figures with a row for each timeline, and the legend.
+
+/** What each cause of idle time means. */
+const MEANINGS = {
+  activation: "another rank has not made the activation yet",
+  gradient: "another rank has not made the gradient yet",
+  transfer: "what is needed is under way",
+  lane: "the lane of the transfer is busy",
+  order: "something later in the rank's own order could run",
+  dispatch: "the rank takes time to start the action",
+  step: "the step before has not ended everywhere",
+  drained: "the rank has run its last action",
+};
+
+function fillHeader(page) {
+  const { timelines } = page;
+  const title = timelines.map((timeline) => timeline.title).join(", ");
+  document.title = `${title}: timeline`;
+  document.getElementById("title").textContent = title;
+  fillFigures(page);
+  fillLegend(page);
+}
+
+/** A row for each timeline; the causes of its idle time are columns if there are several, else a line of their own. */
+function fillFigures({ timelines, causes, limit }) {
+  const sums = timelines.map((timeline) => timeline.idleByCause(causes));
+  const shown = causes.map((_, number) => number).filter((number) => sums.some((sum) => sum[number] > 0));
+  const columns = timelines.length > 1 ? shown : [];
+  const head = element("tr", {}, element("th", { scope: "col" }, "schedule"));
+  for (const word of ["makespan", "span", "bubble", "peak memory", "idle"]) head.append(element("th", { scope: "col" }, word));
+  for (const number of columns) head.append(element("th", { scope: "col", title: MEANINGS[causes[number]] }, sampleOf(causes[number]), causes[number]));
+  const body = element("tbody");
+  timelines.forEach((timeline, number) => {
+    const row = figuresOf(timeline, limit);
+    const [sum, share] = idleWords(timeline, sums[number].reduce((all, time) => all + time, 0));
+    row.append(element("td", {}, sum, element("small", {}, share)));
+    for (const cause of columns) row.append(causeFigure(timeline, sums[number][cause]));
+    body.append(row);
+  });
+  document.getElementById("figures").replaceChildren(element("thead", {}, head), body);
+  if (timelines.length === 1) fillCauses(timelines[0], causes, shown, sums[0]);
+}
+
+function fillCauses(timeline, causes, shown, sums) {
+  const list = document.getElementById("causes");
+  if (shown.length) list.append(element("li", {}, "idle:"));
+  for (const number of shown) {
+    const [sum, share] = idleWords(timeline, sums[number]);
+    list.append(element("li", { title: MEANINGS[causes[number]] }, sampleOf(causes[number]), causes[number], element("b", {}, sum), share));
+  }
+}
+
+function sampleOf(cause) {
+  return element("canvas", { class: "swatch", "data-cause": cause, "aria-hidden": "true" });
+}
+
+function causeFigure(timeline, time) {
+  const [sum, share] = idleWords(timeline, time);
+  return element("td", { title: `${share} of the time of all ranks` }, sum);
+}
+
+/** How long all ranks together are idle, and the share of all their time. */
+function idleWords(timeline, sum) {
+  const whole = timeline.makespan * timeline.ranks;
+  return [inWords(sum), percent(whole ? sum / whole : 0)];
+}
+
+function figuresOf(timeline, limit) {
+  const sizes = [counted(timeline.ranks, "rank"), counted(timeline.stages, "stage"), counted(timeline.microbatches, "microbatch", "microbatches")];
+  if (timeline.steps > 1) sizes.push(counted(timeline.steps, "step"));
+  const peak = Math.max(...timeline.peaks);
+  const over = limit !== null && peak > limit;
+  const where = over ? `over ${inWords(limit)}` : `on rank ${timeline.peaks.indexOf(peak)}`;
+  return element(
+    "tr", {},
+    element("th", { scope: "row" }, element("span", { title: timeline.title }, timeline.title), element("small", {}, sizes.join(", "))),
+    element("td", {}, inWords(timeline.makespan)),
+    element("td", {}, inWords(timeline.span)),
+    element("td", { title: `of the span: ${percent(timeline.spanBubbleRate)}` }, percent(timeline.bubbleRate)),
+    element("td", { class: over ? "over" : "" }, inWords(peak), element("small", {}, where)),
+  );
+}
+
+function fillLegend({ timelines, looks, limit }) {
+  const legend = document.getElementById("legend");
+  const used = new Set(timelines.flatMap((timeline) => [...new Set(timeline.look.filter((_, cell) => !timeline.posted[cell]))]));
+  looks.forEach(({ name, meaning, colour }, number) => {
+    if (!used.has(number)) return;
+    const label = name.length > 1 ? meaning : element("span", {}, element("b", {}, name), ` ${meaning}`);
+    legend.append(element("li", {}, swatch(colour), label));
+  });
+  if (timelines.some((timeline) => timeline.transfers.start.length)) {
+    legend.append(element("li", {}, swatch("var(--forward)", "stroke"), "activation sent"));
+    legend.append(element("li", {}, swatch("var(--backward)", "stroke"), "gradient sent"));
+  }
+  legend.append(element("li", {}, swatch("var(--critical)", "box"), "critical path"));
+  if (limit !== null) legend.append(element("li", {}, swatch("var(--warning)", "stroke"), `memory limit ${inWords(limit)}`));
+}
+
+/** Paint the samples of the hatches as they are painted in the rows. */
+function paintSamples(brushes, density) {
+  for (const sample of document.querySelectorAll("canvas.swatch")) {
+    sample.width = 16 * density;
+    sample.height = 11 * density;
+    const context = sample.getContext("2d");
+    context.scale(density, density);
+    context.fillStyle = brushes.patterns[brushes.causes.indexOf(sample.dataset.cause)];
+    context.fillRect(0, 0, 16, 11);
+  }
+}

@@ -1,0 +1,117 @@
+"""A timeline as a page: one HTML file that needs nothing else, to explore in any browser.
+
+What stands in ``assets/`` is put into one file, together with the facts as JSON. The scripts put text into the page as
+text only, and the content policy of the page allows no script but ours and no request at all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files as resources
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import WriteError
+from penstock.simulation.timeline import WRITERS, Timeline
+from penstock.view.files import replacing
+from penstock.view.page_facts import facts_of_page
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: The scripts in the order in which they build on each other.
+_SCRIPTS: Final = (
+    "numbers.js",
+    "timeline.js",
+    "layout.js",
+    "brushes.js",
+    "blocks.js",
+    "memory.js",
+    "lines.js",
+    "axis.js",
+    "words.js",
+    "header.js",
+    "controls.js",
+    "main.js",
+)
+
+#: What could end the element that the JSON stands in; the same characters, as JSON escapes them.
+_ESCAPES: Final = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+def write_page(
+    timelines: Timeline | Sequence[Timeline],
+    path: str | Path,
+    *,
+    titles: Sequence[str] | None = None,
+    memory_limit: float | None = None,
+) -> None:
+    """Write a page with one timeline, or with several under each other on one axis of time.
+
+    Args:
+        timelines: what to show.
+        path: the file, which is replaced if it is there.
+        titles: what to call them; by default the names of their schedules.
+        memory_limit: how much memory a rank has, to be drawn as a line.
+
+    Raises:
+        WriteError: the file cannot be written, or there is nothing that can be drawn.
+    """
+    shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    page = page_of(shown, titles=titles, memory_limit=memory_limit)
+    with replacing(Path(path)) as file:
+        file.write(page.encode())
+
+
+def page_of(timelines: Sequence[Timeline], *, titles: Sequence[str] | None, memory_limit: float | None) -> str:
+    """The text of the page."""
+    if not timelines:
+        raise WriteError("a page shows at least one timeline")
+    if titles is not None and len(titles) != len(timelines):
+        raise WriteError(f"there are {len(timelines)} timelines, but {len(titles)} titles: give one for each")
+    if memory_limit is not None and not (math.isfinite(memory_limit) and memory_limit >= 0):
+        raise WriteError(f"the memory limit must be at least 0, not {memory_limit!r}")
+    named = [str(title) for title in titles] if titles is not None else [_title(timeline) for timeline in timelines]
+    style = _asset("page.css")
+    script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
+    return Template(_asset("page.html")).substitute(
+        policy=_policy(script=script, style=style),
+        style=style,
+        script=script,
+        facts=_json(facts_of_page(timelines, named, memory_limit)),
+    )
+
+
+def _title(timeline: Timeline) -> str:
+    return str(timeline.schedule.metadata.get("name") or "schedule")
+
+
+def _asset(name: str) -> str:
+    return (resources("penstock.view") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _json(facts: dict[str, Any]) -> str:
+    try:
+        text = json.dumps(facts, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        raise WriteError("its times or its memory are too large to be drawn") from None
+    return text.translate(_ESCAPES)
+
+
+def _policy(*, script: str, style: str) -> str:
+    """Nothing is loaded, and nothing runs but these two, which are known by their hashes."""
+    return (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+WRITERS[".html"] = write_page
