@@ -37,7 +37,7 @@ def compare(
 
     Costs are those of a whole rank, and its stages share them equally, so that schedules with several stages per rank
     compare with those that have one. Memory counts in the unit of the costs: by default, in the activations that a
-    microbatch takes on a whole rank.
+    microbatch takes on a whole rank. Hops are the transfers between ranks for one microbatch.
 
     Example: penstock compare --ranks 8 --microbatches 24 --memory-limit 8
     """
@@ -91,7 +91,7 @@ def _numbers(row: Candidate, over: str) -> list[str]:
         f"{timeline.span:.6g}",
         f"{timeline.span_bubble_rate:.1%}",
         f"{row.peak_memory:.6g}{over}",
-        str(timeline.hops),
+        f"{timeline.hops / timeline.schedule.microbatches:g}",
     ]
 
 

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -20,6 +19,7 @@ import numpy as np
 from penstock.ir import packed
 from penstock.view.blocks import NAMES, NOBODY, blocks_of, columns_of
 from penstock.view.palette import IDLE, LOOKS
+from penstock.view.ticks import ticks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,27 +144,11 @@ def _axis(extent: float, columns: int, room: int) -> str:
     if not extent:
         return "0"
     text = ""
-    for time, tick in next(ticks for ticks in _ticks(extent) if _fits(ticks, columns)):
+    for time, tick in ticks(extent, lambda widest: columns / (widest + 2)):
         column = round(time / extent * columns)
         if column + len(tick) <= room:
             text = text.ljust(column) + tick
     return text
-
-
-def _ticks(extent: float) -> Iterator[list[tuple[float, str]]]:
-    """Round times from 0 on, as numbers and as text: some hundred, then fewer and fewer, at last 0 alone."""
-    power = 10.0 ** (math.floor(math.log10(extent)) - 2)
-    while True:
-        for step in (power, 2 * power, 5 * power):
-            times = [number * step for number in range(int(extent / step * (1 + 1e-9)) + 1)]
-            yield [(time, f"{time:.6g}") for time in times]
-        power *= 10
-
-
-def _fits(ticks: list[tuple[float, str]], columns: int) -> bool:
-    """Whether there are two spaces between ticks."""
-    widest = max(len(tick) for _, tick in ticks) + 2
-    return len(ticks) == 1 or widest * (len(ticks) - 1) <= columns
 
 
 def _legend(looks: Ints, width: int) -> list[Line]:
