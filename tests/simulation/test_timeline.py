@@ -139,3 +139,9 @@ def test_repr():
     assert repr(ps.simulate(ps.build("1F1B", ranks=2, microbatches=3))) == (
         "<Timeline: Schedule 1F1B: 2 ranks, 2 stages, 3 microbatches, 12 actions, makespan 12>"
     )
+
+
+def test_pictures_in_a_notebook():
+    schedule = ps.build("1F1B", ranks=2, microbatches=3)
+    assert "<svg" in schedule._repr_html_()
+    assert "makespan 12" in ps.simulate(schedule)._repr_html_()

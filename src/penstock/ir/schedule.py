@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 
@@ -238,6 +239,10 @@ class Schedule:
         from penstock.ir import formats  # formats make schedules: they stand above this module
 
         formats.write(self, path)
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        return str(import_module("penstock.view.notebook").schedule_html(self))  # far above: loaded by its name
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

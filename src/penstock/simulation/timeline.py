@@ -318,6 +318,10 @@ class Timeline:
             total[wait.cause] += wait.end - wait.start
         return dict(sorted(((cause, time) for cause, time in total.items() if time), key=lambda item: -item[1]))
 
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        return str(import_module("penstock.view.notebook").timeline_html(self))
+
     def write(self, path: str | Path) -> None:
         """Write a picture or a trace; the suffix says which.
 
