@@ -69,8 +69,14 @@ def test_large_ones_are_coarse(sizes):
     schedule = build("1F1B", ranks=sizes[0], microbatches=sizes[1])
     for html in (schedule_html(schedule), timeline_html(simulate(schedule))):
         assert len(html) < 300_000
-        assert len(list(ElementTree.fromstring(html).iter(f"{SVG}rect"))) > 32 or sizes[0] < 32
+        assert rectangles(html, "B")
         assert (f"and {sizes[0] - 32} more ranks" in words(html)) == (sizes[0] > 32)
+
+
+def test_steps_are_not_divided():
+    html = schedule_html(Schedule([["0F0", "0B0"]]))
+
+    assert [word for word in words(html) if word.replace(".", "").isdigit()] == ["0", "0", "0", "1"]
 
 
 def test_nothing_takes_time():

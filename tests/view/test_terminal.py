@@ -114,7 +114,7 @@ def test_nothing_takes_time():
     assert "F" not in plain(simulate(build("GPipe", ranks=2, microbatches=2), free), 40)
 
 
-def test_a_rank_that_does_nothing_is_idle():
+def test_one_rank_alone_is_never_idle():
     schedule = Schedule([["0F0", "0B0"]])
 
     assert plain(simulate(schedule), 60).splitlines()[1].startswith("rank 0 100%    1 F0")

@@ -138,9 +138,12 @@ def _coarse(blocks: Blocks, shown: int) -> Iterator[str]:
 
 
 def _axis(extent: float, bottom: int, word: str) -> Iterator[str]:
+    """Round times where they begin; of steps, which are not divided, whole ones only."""
     yield f'<text x="0" y="{bottom}">{word}</text>'
-    if extent:
-        for time, text in ticks(extent, lambda widest: _ACROSS / (_DIGIT * (widest + 2))):
+    if not extent:
+        return
+    for time, text in ticks(extent, lambda widest: _ACROSS / (_DIGIT * (widest + 2))):
+        if time < extent and (word == "time" or time.is_integer()):
             yield f'<text x="{_LEFT + time / extent * _ACROSS:.6g}" y="{bottom}">{text}</text>'
 
 
