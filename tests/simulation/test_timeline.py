@@ -122,6 +122,14 @@ def test_lowered_and_compute_only_take_the_same():
         ]
 
 
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "V-Half", "DualPipeV"])
+def test_rounding_is_no_reason_to_be_idle(name):
+    costs = ps.Costs(forward=0.3, backward_input=0.7, backward_weight=0.1, latency=0.1)
+    timeline = ps.simulate(ps.build(name, ranks=4, microbatches=12), costs)
+    assert min(wait.end - wait.start for wait in timeline.waits) > 0.01
+    assert sum(timeline.idle_by_cause.values()) == pytest.approx(sum(timeline.idle))
+
+
 def test_idle_steps_take_no_time():
     drawn = ps.Schedule.from_text("rank 0: 0F0 . . 0B0\nrank 1: . 1F0 1B0 .")
     assert ps.simulate(drawn).makespan == 6

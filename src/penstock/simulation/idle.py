@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
+#: The share of the makespan below which a gap is not one: 0.1 + 0.2 is not quite 0.3.
+ROUNDING: Final = 1e-12
+
 CAUSES: Final = ("activation", "gradient", "transfer", "lane", "order", "dispatch", "step", "drained")
 
 
@@ -85,7 +88,7 @@ def intervals(timeline: Timeline) -> tuple[Idle, ...]:
 
 def _drained(timeline: Timeline) -> Iterator[Idle]:
     for rank, end in enumerate(timeline.rank_end.tolist()):
-        if end < timeline.makespan:
+        if timeline.makespan - end > ROUNDING * timeline.makespan:
             yield Idle(rank, end, timeline.makespan, "drained")
 
 
@@ -105,7 +108,8 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
     ends = start + timeline.node_duration[runs]
     same_rank = np.append(False, flow.rank[runs][1:] == flow.rank[runs][:-1])
     previous = np.where(same_rank, np.append(0.0, ends[:-1]), timeline._origin)
-    late = np.flatnonzero(start > previous)
+    slack = ROUNDING * timeline.makespan
+    late = np.flatnonzero(start > previous + slack)
     if not len(late):
         return
     cells, origin = runs[late], timeline._origin
@@ -119,9 +123,9 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
         first = made.word if made else "step" if edge != NOTHING and flow.reason[edge] == STEP else "dispatch"
         action, source = (made.action, made.rank) if made else (None, None)
         for cause, (begin, end) in zip((first, "lane", "transfer", "lane"), pairwise(bounds), strict=True):
-            if begin < min(end, ordered):
+            if min(end, ordered) - begin > slack:
                 yield Idle(span.rank, begin - origin, min(end, ordered) - origin, cause, span.action, action, source)
-        if ordered < bounds[-1]:
+        if bounds[-1] - ordered > slack:
             other = timeline.spans[int(could_run[number])].action
             yield Idle(span.rank, ordered - origin, bounds[-1] - origin, "order", span.action, action, source, other)
 

@@ -212,7 +212,7 @@ const page = new Page(JSON.parse(document.getElementById("facts").textContent));
 
 // For tests, to be read only: the times in view; the action under the pointer and the selected one as [timeline, cell];
 // what is lit up with it, as numbers of cells; what is switched on; how much the last frame drew and how long that took;
-// and where on the window the middle of an action is.
+// how high the bars are, and where on the window the middle of an action is.
 window.penstock = {
   get range() { return [page.layout.from, page.layout.to]; },
   get hovered() { return page.hovered && { ...page.hovered, timeline: page.hovered.timeline.number }; },
@@ -222,6 +222,7 @@ window.penstock = {
   get critical() { return page.paths; },
   get shown() { return { ...page.shown }; },
   get drawn() { return { ...page.drawn }; },
+  get bar() { return page.layout.bar; },
   placeOf(number, cell) {
     const timeline = page.timelines[number];
     const { left, top } = page.canvas.getBoundingClientRect();
