@@ -37,8 +37,12 @@ function fillFigures({ timelines, causes, limit }) {
     for (const cause of columns) row.append(causeFigure(timeline, sums[number][cause]));
     body.append(row);
   });
-  document.getElementById("figures").replaceChildren(element("thead", {}, head), body);
-  if (timelines.length === 1) fillCauses(timelines[0], causes, shown, sums[0]);
+  const figures = document.getElementById("figures");
+  figures.replaceChildren(element("thead", {}, head), body);
+  if (timelines.length > 1) return;
+  figures.className = "single"; // in a narrow window its figures wrap, each with its own label
+  [...body.rows[0].cells].forEach((cell, place) => cell.setAttribute("data-label", head.cells[place].textContent));
+  fillCauses(timelines[0], causes, shown, sums[0]);
 }
 
 function fillCauses(timeline, causes, shown, sums) {

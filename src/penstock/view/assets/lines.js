@@ -107,6 +107,19 @@ function drawFramed(canvas, row, look, name, left, width, colour, dashes = []) {
   context.setLineDash([]);
 }
 
+/** A second frame, around that of the selected action. */
+function drawRing({ context, layout, brushes, rows }, timeline, cell) {
+  const row = rows.get(timeline.rank[cell] + timeline.number * 1e6);
+  if (!row) return;
+  const left = layout.x(timeline.start[cell]) - 5;
+  const width = (timeline.end[cell] - timeline.start[cell]) * layout.scale + 9;
+  context.strokeStyle = brushes.critical;
+  context.lineWidth = 2.5;
+  context.beginPath();
+  context.roundRect(left, row.top - 4, width, layout.bar + 8, 5);
+  context.stroke();
+}
+
 /** What waits for the selected action: a broken frame around each, and a broken line to it. */
 function drawDependents(canvas, timeline, cell, dependents, looks) {
   const { context, layout, brushes, density } = canvas;

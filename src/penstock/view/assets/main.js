@@ -102,7 +102,7 @@ class Page {
     if (!selected) return;
     drawDependents(this, selected.timeline, selected.cell, selected.dependents, looks);
     drawChain(this, selected.timeline, selected.chain, brushes.ink, looks);
-    drawChain(this, selected.timeline, [selected.cell], brushes.accent, looks);
+    drawRing(this, selected.timeline, selected.cell);
   }
 
   /** What is at a place of the canvas. */
