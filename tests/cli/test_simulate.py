@@ -94,10 +94,12 @@ def test_compare_as_json_and_costs_that_do_not_fit_all(tmp_path):
 def test_view_writes_one_page_of_several(tmp_path):
     page, mine = tmp_path / "both.html", tmp_path / "mine.csv"
     ps.build("ZB-H1", ranks=3, microbatches=6).write(mine)
-    assert run("view", "1F1B", str(mine), "-r", "3", "-m", "6", "-o", str(page)) == f"wrote {page}\n"
+    assert run("view", "1F1B", "V-Half", str(mine), "-r", "3", "-m", "6", "-o", str(page)) == f"wrote {page}\n"
     text = page.read_text()
     assert "1F1B" in text
     assert "mine.csv" in text
+    shared = ps.simulate(ps.build("V-Half", ranks=3, microbatches=6), ps.Costs().shared(2))
+    assert f'"makespan":{shared.makespan}' in text
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def view(
 ) -> None:
     """Write a page to look at: zoom, hover, click. It is one file and needs nothing else.
 
-    Several schedules stand under each other on one axis of time.
+    Several schedules stand under each other on one axis of time. As in penstock compare, costs are then those of a
+    whole rank, and its stages share them equally.
 
     Example: penstock view 1F1B ZBVZeroBubble --ranks 4 --microbatches 8 -o compare.html
     """
@@ -43,7 +44,9 @@ def view(
     for source in sources:
         sizes = {} if is_file(source) else {"ranks": ranks, "microbatches": microbatches}
         choice = None if is_file(source) else stages_per_rank
-        timelines.append(simulate(schedule_from(source, stages_per_rank=choice, **sizes), given, model=behaves))
+        schedule = schedule_from(source, stages_per_rank=choice, **sizes)
+        parts = schedule.stages // schedule.ranks if len(sources) > 1 else 1
+        timelines.append(simulate(schedule, given.shared(max(parts, 1)), model=behaves))
         titles.append(Path(source).name if is_file(source) else str(timelines[-1].schedule.metadata["name"]))
     write_page(timelines, output, titles=titles, memory_limit=memory_limit)
     if show:
