@@ -72,6 +72,7 @@ class Simulation:
         self.reached = [None] * len(self.rows)  # whether the rank has got to the action at its place, by now
         self.running = [False] * len(self.rows)
         self.queues = defaultdict(deque)
+        self.reached_at, self.posted_at, self.sent_from = {}, {}, {}
         self.moving, self.arrived, self.received, self.made = set(), set(), set(), {}
         self.under_way = defaultdict(int)
         self.level = [sum((self.prices.static[s] for s, r in enumerate(self.rank_of) if r == rank), Fraction(0))
@@ -100,6 +101,7 @@ class Simulation:
 
     def get_to(self, rank, now):
         cell = self.rows[rank][self.place[rank]]
+        self.reached_at[rank, self.place[rank]] = now
         if "SEND" in cell or "RECV" in cell:
             self.post(rank, cell, self.place[rank])
             self.place[rank] += 1
@@ -115,6 +117,8 @@ class Simulation:
         message = (kind[-1], stage if sends else stage - step, microbatch)
         lane = {"rank": (rank,), "pair": (rank, peer), "direction": (rank, peer, sends), "message": (rank, cell)}
         self.queues[lane[self.lanes]].append((sends, message, rank, peer, place))
+        if sends:
+            self.sent_from[message] = (rank, place)
 
     def needs(self, cell, rank):
         """The messages that a compute action needs; without any transfers, the actions that make them."""
@@ -123,6 +127,21 @@ class Simulation:
                 wanted = kind in ("F" if label == "F" else "BI")
                 if wanted and 0 <= other < len(self.rank_of) and self.rank_of[other] != rank:
                     yield (label, other, microbatch), makers
+
+    def state(self, message, makers, when):
+        """What a message is waiting for at a time, after the run: unmade, unsent, lane, transfer; or there."""
+        _, stage, microbatch = message
+        made = next(self.made[maker, stage, microbatch] for maker in makers if (maker, stage, microbatch) in self.made)
+        if when < made:
+            return "unmade"
+        if not self.communicates:
+            return "transfer" if when < made + self.prices.transfer(message) else "there"
+        send = self.sent_from[message]
+        if when < self.reached_at[send]:
+            return "unsent"
+        if when < self.starts[send]:
+            return "lane"
+        return "transfer" if when < self.ends[send] else "lane"
 
     def is_there(self, message, makers, now):
         if self.communicates:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import timing
+from penstock.graph.compiling import compiled
 
 graphs = st.integers(1, 8).flatmap(
     lambda nodes: st.tuples(
@@ -31,8 +32,8 @@ def has_cycle(nodes, edges):
 def test_sorted_and_walked(graph, data):
     nodes, edges = graph
     source, target = arrays(edges)
-    plain, compiled = timing._sort_plainly(nodes, source, target), timing._compiled(timing._sort)(nodes, source, target)
-    assert (plain[0] < nodes) == (compiled[0] < nodes) == has_cycle(nodes, edges)
+    plain, fast = timing._sort_plainly(nodes, source, target), compiled(timing._sort)(nodes, source, target)
+    assert (plain[0] < nodes) == (fast[0] < nodes) == has_cycle(nodes, edges)
     assert (timing.in_order(nodes, source, target) is None) == has_cycle(nodes, edges)
     if has_cycle(nodes, edges):
         return
@@ -40,11 +41,11 @@ def test_sorted_and_walked(graph, data):
     duration = np.array(data.draw(st.lists(amounts, min_size=nodes, max_size=nodes)))
     release = np.array(data.draw(st.lists(amounts, min_size=nodes, max_size=nodes)))
     delay = np.array(data.draw(st.lists(amounts, min_size=len(edges), max_size=len(edges))))
-    for order in (timing.Order(*plain[1:]), timing.Order(*compiled[1:])):
+    for order in (timing.Order(*plain[1:]), timing.Order(*fast[1:])):
         arguments = (order.nodes, order.first, order.source, order.edge, duration, delay, release)
         for start, critical in (
             timing._walk_plainly(*arguments),
-            timing._compiled(timing._walk)(*arguments),
+            compiled(timing._walk)(*arguments),
             timing.starts(order, duration, delay, release),
         ):
             for node in range(nodes):

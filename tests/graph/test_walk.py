@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import active_stages, walk
+from penstock.graph.compiling import compiled
 
 edges = st.integers(1, 12).flatmap(
     lambda nodes: st.tuples(
@@ -41,7 +42,7 @@ def test_plain_and_compiled_walks_agree_with_the_definition(graph):
     source, target, weight = arrays(found)
     expected = by_definition(nodes, found)
     assert walk._plain(nodes, source, target, weight) == expected
-    assert walk._compiled()(nodes, source, target, weight).tolist() == expected
+    assert compiled(walk._kernel)(nodes, source, target, weight).tolist() == expected
     assert walk.longest_path(nodes, source, target, weight).tolist() == expected
 
 
@@ -62,8 +63,8 @@ def test_plain_and_compiled_scans_of_stages_agree_with_the_definition(stages, li
     cells = np.cumsum(starts) - 1
     names, local = np.unique(np.array(stages), return_inverse=True)
     arguments = (local.astype(np.int64), cells.astype(np.int64), len(names), limit)
-    plain, compiled = active_stages._scan(*arguments), active_stages._compiled()(*arguments)
-    for one, other in zip(plain, compiled, strict=True):
+    plain, fast = active_stages._scan(*arguments), compiled(active_stages._scan)(*arguments)
+    for one, other in zip(plain, fast, strict=True):
         assert one.tolist() == other.tolist()
 
     leaving, entering = active_stages.soonest_stages(np.array(stages), cells, limit)
@@ -89,3 +90,19 @@ def test_the_compiler_is_loaded_when_as_much_was_walked_without_it(monkeypatch):
     monkeypatch.setattr(walk.sys, "modules", {})
     monkeypatch.setattr(walk, "_walked_plainly", [0])
     assert [walk.worth_compiling(60_000) for _ in range(4)] == [False, False, False, True]
+
+
+def test_compiled_without_a_place_for_the_cache(monkeypatch):
+    """As in a container whose user has no home."""
+    import numba
+
+    real = numba.njit
+
+    def no_cache(*arguments, **options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(numba, "njit", no_cache)
+    double = compiled(lambda number: 2 * number)
+    assert double(21) == 42

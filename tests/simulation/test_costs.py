@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 import penstock as ps
 
-amounts = st.floats(0, 1e12) | st.lists(st.floats(0, 1e12), min_size=1, max_size=5)
+numbers = st.just(0.0) | st.floats(1e-12, 1e12)
+amounts = numbers | st.lists(numbers, min_size=1, max_size=5)
 costs = st.builds(
     ps.Costs,
     forward=amounts,
     backward=st.none() | amounts,
     latency=amounts,
     static=amounts,
-    input_release=st.floats(0, 1),
-    dispatch=st.floats(0, 10),
+    input_release=st.just(0.0) | st.floats(1e-9, 1),
+    dispatch=numbers,
 )
 
 
@@ -47,9 +48,14 @@ def test_a_file_written_by_hand(tmp_path):
         ({"forward": "1"}, "forward", "forward must be a number, not '1'"),
         ({"forward": True}, "forward", "forward must be a number, not True"),
         ({"forward": None}, "forward", "forward must be a number, not None"),
+        ({"forward": {1, 2}}, "forward", "forward must be a number"),
+        ({"forward": 1 + 2j}, "forward", "forward must be a number"),
+        ({"forward": bytearray(b"12")}, "forward", "forward must be a number"),
         ({"forward": [[1]]}, "forward", r"forward\[0\] must be a number, not \[1\]"),
         ({"forward": {"0": 1}}, "forward", "forward must be a number"),
         ({"forward": 10**400}, "forward", "forward must be a number"),
+        ({"forward": 1e308}, "forward", "forward must be within 1e-100 and 1e100"),
+        ({"bandwidth": 1e-300, "activation_bytes": 1}, "bandwidth", "bandwidth must be within"),
         ({"bandwidth": 0, "activation_bytes": 1}, "bandwidth", "bandwidth must be more than 0"),
         ({"bandwidth": 3}, "bandwidth", "without activation_bytes"),
         ({"overlap": 0}, "overlap", "overlap must be more than 0"),
@@ -82,7 +88,7 @@ def test_bad_fields_are_named(tmp_path, fields, field, words):
 def test_too_few_stages(fields, words):
     schedule = ps.build("1F1B", ranks=4, microbatches=4)
     with pytest.raises(ps.CostsError, match=words):
-        _ = ps.simulate(schedule, ps.Costs(**fields)).peak_memory
+        ps.simulate(schedule, ps.Costs(**fields))
 
 
 @pytest.mark.parametrize(
@@ -115,6 +121,7 @@ def test_no_file(tmp_path):
 def test_numpy_numbers_become_plain_ones():
     given = ps.Costs(forward=np.array([1, 2]), latency=np.float32(0.5))
     assert given == ps.Costs(forward=(1.0, 2.0), latency=0.5)
+    assert ps.Costs(forward=np.array(2)).forward == 2.0
     assert hash(given) == hash(ps.Costs(forward=(1.0, 2.0), latency=0.5))
 
 
@@ -128,8 +135,11 @@ def test_what_is_not_costs_or_a_model():
     schedule = ps.build("1F1B", ranks=2, microbatches=2)
     with pytest.raises(ps.CostsError, match="costs are Costs"):
         ps.simulate(schedule, {"forward": 1})
-    with pytest.raises(ps.ModelError, match="a model is a CommModel"):
-        ps.simulate(schedule, model="eager")
+    for model in ("eager", ["eager"]):
+        with pytest.raises(ps.ModelError, match="a model is a CommModel"):
+            ps.simulate(schedule, model=model)
+    with pytest.raises(ps.CostsError, match="'bandwidth' is not a field of stages"):
+        ps.Costs().per_stage("bandwidth", 4)
     with pytest.raises(ps.SizeError, match="steps must be at least 1"):
         ps.simulate(schedule, steps=0)
     with pytest.raises(ps.VerificationError, match="1B0 is missing"):

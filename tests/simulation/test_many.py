@@ -39,8 +39,13 @@ def test_the_factors_have_a_mean_of_one():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"noise": -1}, "noise must be a number, at least 0"),
-        ({"noise": float("nan")}, "noise must be a number"),
+        ({"noise": -1}, "noise must be at least 0"),
+        ({"noise": float("nan")}, "noise must be finite"),
+        ({"noise": 11}, "noise must be at most 10"),
+        ({"noise": 10**400}, "noise must be a number"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"costs": [ps.Costs()], "noise": 0.5}, "noise and stragglers vary one Costs"),
+        ({"costs": [ps.Costs(), ps.Costs(activation=(1, 2))]}, "activation has 2 numbers, but there are 4 stages"),
         ({"stragglers": [0.1]}, "stragglers has 1 numbers, but there are 4 ranks"),
         ({"stragglers": "no"}, "stragglers"),
         ({"samples": 0}, "samples must be at least 1"),
@@ -56,3 +61,17 @@ def test_bad_arguments(arguments, words):
 def test_percentiles_are_from_0_to_100():
     with pytest.raises(ps.CostsError, match="from 0 to 100"):
         ps.simulate_many(SCHEDULE, samples=2).percentile(101)
+
+
+def test_transfers_vary_too():
+    schedule = ps.build("ForwardOnly", ranks=2, microbatches=1)
+    costs = ps.Costs(forward=0, latency=1)
+    for each in (schedule, ps.lower(schedule)):
+        makespans = ps.simulate_many(each, costs, noise=0.5, samples=400).makespan
+        assert makespans.std() > 0.3
+        assert makespans.mean() == pytest.approx(1, rel=0.1)
+
+
+def test_numpy_numbers_iterators_and_nothing_to_do():
+    assert len(ps.simulate_many(SCHEDULE, noise=np.float32(0.1), stragglers=np.zeros(4), samples=3)) == 3
+    assert ps.simulate_many(SCHEDULE, iter([ps.Costs()])).makespan.tolist() == [33]

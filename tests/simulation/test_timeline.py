@@ -47,6 +47,57 @@ def test_program_order():
     assert "program order: 1W0 could run, but 1F1 is next" in str(wait)
 
 
+def test_steps_and_dispatch_come_before_data():
+    schedule = ps.Schedule([["0F0", "0B0"], ["1F0", "1B0"]])
+    assert told(ps.simulate(schedule, steps=2))[-3:-1] == ["1: 4-6 step", "1: 6-7 activation"]
+    own = ps.simulate(schedule, ps.Costs(optimizer=(0, 1)), steps=2, synchronise=False)
+    assert told(own)[-3:-1] == ["1: 4-5 step", "1: 5-7 activation"]
+    assert told(ps.simulate(schedule, ps.Costs(dispatch=1)))[:2] == ["0: 1-2 dispatch", "0: 2-5 gradient"]
+
+
+def test_made_but_not_sent():
+    schedule = ps.Schedule([["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]])
+    timeline = ps.simulate(schedule)
+    assert told(timeline)[-2:] == ["1: 0-1 activation", "1: 1-2 unsent"]
+    assert timeline.waits[-1].why == "1F0 waits for what 0F0 makes on rank 0, which has not sent it yet"
+
+
+def test_a_receive_that_is_posted_late_is_no_busy_lane():
+    schedule = ps.Schedule([["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F0", "1F0", "1RECV_F1", "1F1"]])
+    costs = ps.Costs(forward=(1, 5), dispatch=1, latency=3)
+    timeline = ps.simulate(schedule, costs, model=ps.CommModel("rendezvous", "message"))
+    assert "lane" not in timeline.idle_by_cause
+
+
+@pytest.mark.parametrize("unshard", [0, 2**-20, 1])
+def test_what_comes_before_the_first_compute_is_done_just_in_time(unshard):
+    """So the span does not jump when UNSHARD begins to cost something."""
+    schedule = ps.lower(ps.build("ZBVZeroBubble", ranks=4, microbatches=8))
+    timeline = ps.simulate(schedule, ps.Costs(unshard=unshard))
+    assert timeline.span == 48 + 2 * unshard
+    assert timeline.makespan == 51 + 2 * unshard
+
+
+def test_sharding_without_transfers_has_them_implied_too():
+    model, costs = ps.CommModel("eager", "pair"), ps.Costs(latency=5)
+    plain = ps.Schedule([["0F0", "0F1"], ["1F0", "1F1"]])
+    sharded = ps.Schedule([["0UNSHARD", "0F0", "0F1"], ["1UNSHARD", "1F0", "1F1"]])
+    assert ps.simulate(plain, costs, model=model).makespan == ps.simulate(sharded, costs, model=model).makespan == 12
+
+
+def test_what_is_kept_cannot_be_changed():
+    timeline = ps.simulate(ps.build("1F1B", ranks=2, microbatches=2))
+    with pytest.raises(ValueError, match="read-only"):
+        timeline.flow.source[:] = 0
+
+
+def test_bubbles_are_never_negative():
+    costs = ps.Costs(forward=0.3, backward_input=0.1, backward_weight=0.4, latency=0.1)
+    timeline = ps.simulate(ps.build("ZB-H2", ranks=2, microbatches=8), costs)
+    assert timeline.span_bubble_rate >= 0
+    assert min(timeline.idle) >= 0
+
+
 def test_a_busy_lane():
     """Both activations are made at once, nearly; the second stands in the lane behind the first."""
     schedule = ps.lower(ps.build("ForwardOnly", ranks=2, microbatches=2), unshard=False)

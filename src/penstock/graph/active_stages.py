@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.graph.compiling import compiled
 from penstock.graph.walk import worth_compiling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
@@ -28,7 +26,7 @@ def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Chan
     numbered.
     """
     names, local = np.unique(stages, return_inverse=True)
-    scan = _compiled() if worth_compiling(len(stages)) else _scan
+    scan = compiled(_scan) if worth_compiling(len(stages)) else _scan
     places, changed, enters = scan(local.astype(np.int64), cells, len(names), limit)
     leaving: Changes = defaultdict(list)
     entering: Changes = defaultdict(list)
@@ -70,11 +68,3 @@ def _scan(local: Ints, cells: Ints, count: int, limit: int) -> tuple[Ints, Ints,
                 changes += 1
         begin = place
     return places[:changes], changed[:changes], enters[:changes]
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    from numba import njit
-
-    compiled: Callable[..., Any] = njit(cache=True)(_scan)
-    return compiled

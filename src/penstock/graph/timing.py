@@ -6,16 +6,14 @@ Like the walk in ``walk.py`` it is written twice, plainly and for the compiler.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from penstock.graph.compiling import compiled
 from penstock.graph.walk import worth_compiling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int32]
@@ -45,7 +43,7 @@ class Order:
 
 def in_order(nodes: int, source: AnyInts, target: AnyInts) -> Order | None:
     """Sort a graph; None if it has a cycle. O(nodes + edges)."""
-    sort = _compiled(_sort) if worth_compiling(len(source)) else _sort_plainly
+    sort = compiled(_sort) if worth_compiling(len(source)) else _sort_plainly
     reached, *arrays = sort(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32))
     return Order(*arrays) if reached == nodes else None
 
@@ -56,7 +54,7 @@ def starts(order: Order, duration: Floats, delay: Floats, release: Floats) -> tu
     A node starts when all that it waits for has ended, each the delay of its edge ago, and not before its own release.
     Of several that it waited for equally long the first edge counts. O(nodes + edges).
     """
-    walk = _compiled(_walk) if worth_compiling(len(order.source)) else _walk_plainly
+    walk = compiled(_walk) if worth_compiling(len(order.source)) else _walk_plainly
     start, critical = walk(order.nodes, order.first, order.source, order.edge, duration, delay, release)
     return start, critical
 
@@ -162,11 +160,3 @@ def _walk_plainly(
         start[node] = latest
         critical[node] = which
     return np.array(start, np.float64), np.array(critical, np.int32)
-
-
-@cache
-def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    from numba import njit
-
-    compiled: Callable[..., Any] = njit(cache=True)(kernel)
-    return compiled

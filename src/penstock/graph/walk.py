@@ -7,14 +7,13 @@ second; the plain one is for what is done in that time.
 from __future__ import annotations
 
 import sys
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from penstock.graph.compiling import compiled
 
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
@@ -39,7 +38,7 @@ def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
     """
     if not worth_compiling(len(source)):
         return np.array(_plain(nodes, source, target, weight), np.int64)
-    result: Ints = _compiled()(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32), weight)
+    result: Ints = compiled(_kernel)(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32), weight)
     return result
 
 
@@ -111,11 +110,3 @@ def _kernel(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> In
         if missing[node] > 0:
             start[node] = UNREACHED
     return start
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    from numba import njit
-
-    compiled: Callable[..., Any] = njit(cache=True)(_kernel)
-    return compiled

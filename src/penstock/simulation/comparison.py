@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import CostsError, SizeError
 from penstock.schedules.registry import RECIPES, build
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from penstock.graph.models import CommModel
     from penstock.schedules.registry import Recipe
     from penstock.simulation.timeline import Timeline
+
+
+#: The share of a limit that is no more than rounding: three times 0.1 is not quite 0.3.
+ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,17 @@ def candidates(
     >>> fastest.name, fastest.timeline.makespan
     ('InterleavedZeroBubble', 25.5)
     """
+    costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
+    if memory_limit is not None and not 0 <= memory_limit < float("inf"):
+        raise SizeError(
+            f"memory_limit must be a number, not {memory_limit!r}", field="memory_limit", value=memory_limit
+        )
     for recipe in RECIPES:
         if recipe.name != "ForwardOnly":
             parts = stages_per_rank if stages_per_rank is not None and recipe.any_stages else recipe.stages_per_rank
-            yield _candidate(recipe, ranks, microbatches, (costs or Costs()), parts, memory_limit, model)
+            yield _candidate(recipe, ranks, microbatches, costs, parts, memory_limit, model)
 
 
 def _candidate(
@@ -77,9 +88,9 @@ def _candidate(
         timeline = simulate(schedule, costs.shared(parts), model=model)
         found = Candidate(recipe.name, parts, timeline)
         peak = found.peak_memory
-    except (CostsError, SizeError) as error:
+    except CostsError as error:
         return Candidate(recipe.name, parts, None, str(error))
-    if memory_limit is not None and peak > memory_limit:
+    if memory_limit is not None and peak > memory_limit * (1 + ROUNDING):
         rank = timeline.peak_memory.index(peak)
         return Candidate(recipe.name, parts, timeline, f"rank {rank} holds {peak:g}, and {memory_limit:g} is the limit")
     return found
@@ -90,6 +101,6 @@ def ranked(found: list[Candidate]) -> list[Candidate]:
 
     def order(candidate: Candidate) -> tuple[bool, float, float]:
         time = candidate.timeline.makespan if candidate.timeline else float("inf")
-        return bool(candidate.reason), time, candidate.peak_memory
+        return bool(candidate.reason), float(f"{time:.9g}"), float(f"{candidate.peak_memory:.9g}")
 
     return sorted(found, key=order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, fields
 from dataclasses import replace as replaced
 from difflib import get_close_matches
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 #: A number for all, or one for each stage, or for each edge between a stage and the next.
 Amount: TypeAlias = float | tuple[float, ...]
+
+#: Beyond this, sums and quotients could be more than a number can hold.
+LARGEST: Final = 1e100
 
 _OF_A_STAGE: Final = (
     "forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "optimizer", "activation", "static"
@@ -92,7 +95,9 @@ class Costs:
             )
 
     def per_stage(self, field: str, stages: int) -> NDArray[np.float64]:
-        """A field as an array with an entry for each of so many stages; ``backward`` with its default filled in."""
+        """A field of stages as an array with an entry for each of so many; ``backward`` with its default filled in."""
+        if field not in (*_OF_A_STAGE, "input_release"):
+            raise CostsError(f"{field!r} is not a field of stages", field=field)
         value = getattr(self, field)
         if field == "backward" and value is None:
             return self.per_stage("backward_input", stages) + self.per_stage("backward_weight", stages)
@@ -107,6 +112,13 @@ class Costs:
         if self.bandwidth is None:
             return time
         return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edges"))
+
+    def check(self, stages: int) -> None:
+        """Raise ``CostsError`` if they are for another number of stages."""
+        for field in (*_OF_A_STAGE, "input_release"):
+            self.per_stage(field, stages)
+        for backward in (False, True):
+            self.transfer(stages, backward=backward)
 
     def shared(self, parts: int) -> Costs:
         """The same for stages that are each one of so many equal parts of what these costs are of.
@@ -182,15 +194,18 @@ def _as_json(table: dict[str, float | list[float]]) -> str:
 
 def _checked(field: str, value: object) -> Amount:
     """The value as a plain number, or a tuple of them; or an error that names the field."""
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping, Set)):
         if field in _ONE_FOR_ALL:
             raise CostsError(f"{field} is one number for all, not {value!r}", field=field, value=value)
-        return tuple(_number(f"{field}[{place}]", field, one) for place, one in enumerate(value))
-    return _number(field, field, value)
+        return tuple(checked_number(f"{field}[{place}]", field, one) for place, one in enumerate(value))
+    return checked_number(field, field, value)
 
 
-def _number(place: str, field: str, value: object) -> float:
-    if isinstance(value, (str, bytes, bool, np.bool_)):
+def checked_number(place: str, field: str, value: object) -> float:
+    """The value as a plain number, at least 0; or an error that names its place and the field."""
+    if isinstance(value, (str, bytes, bytearray, bool, np.bool_, complex, np.complexfloating)):
         raise CostsError(f"{place} must be a number, not {value!r}", field=field, value=value)
     try:
         number = float(value)  # type: ignore[arg-type]  # whatever cannot be one says so
@@ -201,6 +216,8 @@ def _number(place: str, field: str, value: object) -> float:
     if number < 0 or (number == 0 and field in ("bandwidth", "overlap")):
         least = "more than 0" if field in ("bandwidth", "overlap") else "at least 0"
         raise CostsError(f"{place} must be {least}, not {value!r}", field=field, value=value)
+    if number > LARGEST or 0 < number < 1 / LARGEST:
+        raise CostsError(f"{place} must be within 1e-100 and 1e100, or 0, not {value!r}", field=field, value=value)
     if number > 1 and field == "input_release":
         raise CostsError(f"{place} is a share, from 0 to 1, not {value!r}", field=field, value=value)
     return number

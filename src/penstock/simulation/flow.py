@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from penstock.errors import ModelError, ScheduleError
+from penstock.errors import ScheduleError
 from penstock.graph.events import REASONS, event_graph, matches
-from penstock.graph.leaves import Leaves
+from penstock.graph.leaves import NOWHERE, Leaves
 from penstock.graph.models import EAGER, CommModel
 from penstock.graph.timing import Order, in_order
 from penstock.ir import packed
@@ -74,6 +74,7 @@ class Flow:
         source: for every edge the node that it comes from; first those of ``graph``, then those between steps.
         target: for every edge the node that it goes to.
         reason: for every edge why it is there.
+        begins: for every edge into the beginning of a step the cell that it is for, else ``NOWHERE``.
         order: the graph, sorted.
     """
 
@@ -86,6 +87,7 @@ class Flow:
     source: Ints
     target: Ints
     reason: Ints
+    begins: Ints
     order: Order
 
     @property
@@ -136,10 +138,10 @@ class Flow:
         """The cells that their rank runs itself, rank by rank in order."""
         return np.flatnonzero(~self.is_operation)
 
-    def timed(self, costs: Costs, durations: Floats) -> Ints:
-        """The cells that say when a rank starts and ends: those that compute, and others if they take time."""
-        runs = self.blocking
-        return runs if costs.dispatch else runs[self.is_compute[runs] | (durations[runs] > 0)]
+    @cached_property
+    def is_forward(self) -> NDArray[np.bool_]:
+        """Whether what waits along each edge of the event graph is a forward."""
+        return self.leaves.is_kind(self.graph.waiting, FORWARD)
 
     @cached_property
     def pairs(self) -> Matches:
@@ -169,7 +171,7 @@ class Flow:
         between = np.flatnonzero(self.reason == DATA)
         if len(between):
             awaited, waiting = self.graph.awaited[between], self.graph.waiting[between]
-            backward = ~self.leaves.is_kind(waiting, FORWARD)
+            backward = ~self.is_forward[between]
             edge = np.minimum(self.leaves.stage[awaited], self.leaves.stage[waiting])
             forward_time = costs.transfer(self.schedule.stages, backward=False)
             backward_time = costs.transfer(self.schedule.stages, backward=True)
@@ -186,34 +188,38 @@ class Flow:
         cell = self.leaves.cell
         by_program = np.flatnonzero((self.reason[:inner] == PROGRAM) | (self.reason[:inner] == POST))
         started[by_program] = cell[self.graph.waiting[by_program]] - cell[self.graph.awaited[by_program]]
-        begins = np.flatnonzero((self.reason == STEP) & (self.target < self.cells))
-        started[begins] = self._within_step[self.target[begins]] + 1
+        into_step = np.flatnonzero(self.begins != NOWHERE)
+        started[into_step] = self.within_step[self.begins[into_step]] + 1
         return started
 
     @cached_property
-    def _within_step(self) -> Ints:
+    def within_step(self) -> Ints:
         """The number of each cell among those of its rank in its step."""
         lengths = np.diff(self.leaves.first_cell) // self.steps
         within: Ints = np.arange(self.cells) - self.leaves.first_cell[self.rank] - self.step * lengths[self.rank]
         return within
 
+    def posts(self, costs: Costs) -> Floats:
+        """When a rank gets to each cell that it waits for nothing before; 0 for all others."""
+        post = np.zeros(self.cells)
+        if costs.dispatch:
+            cells = self.leading[self.step[self.leading] == 0]
+            post[cells] = costs.dispatch * (self.within_step[cells] + 1)
+        return post
+
     def releases(self, costs: Costs) -> Floats:
         """Before when no node starts: the rank has to get to it, even if it waits for nothing."""
         release = np.zeros(self.nodes)
-        if costs.dispatch:
-            cells = leading_cells(self)
-            cells = cells[self.step[cells] == 0]
-            np.maximum.at(release, self.graph.node[cells], costs.dispatch * (self._within_step[cells] + 1))
+        np.maximum.at(release, self.graph.node, self.posts(costs))
         return release
 
-
-def leading_cells(flow: Flow) -> Ints:
-    """Of every rank and step the cells up to the first that the rank runs itself."""
-    group = flow.rank * flow.steps + flow.step
-    runs = flow.blocking
-    first = np.full(flow.ranks * flow.steps, flow.cells, np.int64)
-    first[group[runs][::-1]] = runs[::-1]
-    return np.flatnonzero(np.arange(flow.cells) <= first[group])
+    @cached_property
+    def leading(self) -> Ints:
+        """Of every rank and step the cells up to the first that the rank runs itself."""
+        group = self.rank * self.steps + self.step
+        first = np.full(self.ranks * self.steps, self.cells, np.int64)
+        first[group[self.blocking][::-1]] = self.blocking[::-1]
+        return np.flatnonzero(np.arange(self.cells) <= first[group])
 
 
 @lru_cache(maxsize=2)
@@ -223,24 +229,39 @@ def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise
     Raises:
         VerificationError: the schedule would not run.
     """
-    if model is not None and not isinstance(model, CommModel):
-        raise ModelError(f"a model is a CommModel, e.g. CommModel('eager', 'pair'), not {model!r}")
     verify_structure(schedule)
     one_step = without_idle(schedule)
-    if model not in (None, FREE) and one_step.compute_only:
+    in_each_others_way = model is not None and (model.lanes != "message" or model.capacity == 0)
+    if in_each_others_way and not Leaves(one_step).has_transfers:
         verify(one_step)
         one_step = send_receive(one_step)  # lanes are for transfers: those that lowering would add
     leaves = Leaves(_repeated(one_step, steps))
     graph = event_graph(leaves, model or FREE)
-    edges = [(graph.source, graph.target, graph.reason)]
+    inner = np.full(len(graph.reason), NOWHERE, np.int32)
+    edges = [(graph.source, graph.target, graph.reason, inner)]
     edges.append(_between_steps(graph, steps, synchronise=synchronise))
-    source, target, reason = (np.concatenate(arrays) for arrays in zip(*edges, strict=True))
+    source, target, reason, begins = (np.concatenate(arrays) for arrays in zip(*edges, strict=True))
     nodes = len(graph.node) + steps * schedule.ranks + (steps if synchronise else 0)
     order = in_order(nodes, source, target)
     if order is None:
         verify(schedule, model=model or FREE)
         raise ScheduleError(f"the schedule runs once, but {steps} steps back to back deadlock (under {model or FREE})")
-    return Flow(one_step, model or FREE, steps, synchronise, leaves, graph, source, target, reason, order)
+    for array in (
+        source,
+        target,
+        reason,
+        begins,
+        graph.node,
+        graph.awaited,
+        graph.waiting,
+        graph.reason,
+        order.nodes,
+        order.first,
+        order.source,
+        order.edge,
+    ):
+        array.setflags(write=False)  # it is kept, and shared by all that is simulated with it
+    return Flow(one_step, model or FREE, steps, synchronise, leaves, graph, source, target, reason, begins, order)
 
 
 def _repeated(schedule: Schedule, steps: int) -> Schedule:
@@ -255,13 +276,17 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
     return Schedule.from_codes(rows, placement=schedule.placement, microbatches=schedule.microbatches * steps)
 
 
-def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints]:
-    """The edges from what a rank runs last in a step to its optimizer, and from there to the next step."""
+def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints, Ints]:
+    """The edges from what a rank runs last in a step to its optimizer, and from there to the next step.
+
+    Besides source, target and reason, of those into a step the cell that they are for: under rendezvous the node of a
+    receive is that of its send, on another rank.
+    """
     leaves, cells = graph.leaves, len(graph.node)
     ranks = leaves.schedule.ranks
     is_operation = np.ones(cells, bool)
     is_operation[leaves.cell[~np.isin(leaves.kind, [packed.TYPE_NUMBER[kind] for kind in OPERATIONS])]] = False
-    edges: list[tuple[int, int]] = []
+    edges: list[tuple[int, int, int]] = []
     for rank in range(ranks):
         begin, end = leaves.first_cell[rank : rank + 2].tolist()
         length = (end - begin) // steps
@@ -269,12 +294,12 @@ def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple
         for step in range(steps):
             optimizer, barrier = cells + step * ranks + rank, cells + steps * ranks + step
             if runs:
-                edges.append((begin + step * length + runs[-1], optimizer))
+                edges.append((begin + step * length + runs[-1], optimizer, NOWHERE))
             if synchronise:
-                edges.append((optimizer, barrier))
+                edges.append((optimizer, barrier, NOWHERE))
             if runs and step + 1 < steps:
                 following = begin + (step + 1) * length
-                leading = graph.node[following : following + runs[0] + 1].tolist()
-                edges += ((barrier if synchronise else optimizer, cell) for cell in leading)
-    source, target = np.array(edges, np.int32).reshape(-1, 2).T
-    return source, target, np.full(len(edges), STEP, np.int8)
+                leading = range(following, following + runs[0] + 1)
+                edges += ((barrier if synchronise else optimizer, int(graph.node[cell]), cell) for cell in leading)
+    source, target, begins = np.array(edges, np.int32).reshape(-1, 3).T
+    return source, target, np.full(len(edges), STEP, np.int8), begins

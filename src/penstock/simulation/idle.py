@@ -1,9 +1,10 @@
 """Why a rank is idle: every moment in which it runs nothing, with what it waits for.
 
-Before each action a rank may wait, in this order: until it has started so many actions (*dispatch*) or the step before
-has ended everywhere (*step*); until another rank has made what the action needs (*activation* or *gradient*); until the
-lane of the transfer is free (*lane*); while it is under way (*transfer*). From the moment on at which something later
-in its own order could run, it is that order that keeps it idle (*order*). After its last action it is *drained*.
+Before each action a rank may wait, in this order: until the step before has ended (*step*) and it has started so many
+actions (*dispatch*); until another rank has made what the action needs (*activation* or *gradient*), and has got to
+sending it (*unsent*); until the lane of the transfer is free (*lane*); while it is under way (*transfer*). From the
+moment on at which something later in its own order could run, it is that order that keeps it idle (*order*). After its
+last action it is *drained*.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import numpy as np
 
 from penstock.graph.leaves import NOWHERE
 from penstock.graph.timing import NOTHING
-from penstock.ir.actions import COMPUTE, FORWARD
+from penstock.ir.actions import COMPUTE
 from penstock.ir.dependencies import TRANSFERS
-from penstock.simulation.flow import DATA, POST, STEP, USE
+from penstock.simulation.flow import DATA, POST, PROGRAM, USE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 #: The share of the makespan below which a gap is not one: 0.1 + 0.2 is not quite 0.3.
 ROUNDING: Final = 1e-12
 
-CAUSES: Final = ("activation", "gradient", "transfer", "lane", "order", "dispatch", "step", "drained")
+CAUSES: Final = ("activation", "gradient", "unsent", "lane", "transfer", "order", "dispatch", "step", "drained")
 
 
 class Idle(NamedTuple):
@@ -74,6 +75,8 @@ class Idle(NamedTuple):
         what = f"what {self.awaited} makes on rank {self.source}"
         if self.cause == "order":
             return f"program order: {self.could_run} could run, but {self.before} is next, which waits for {what}"
+        if self.cause == "unsent":
+            return f"{self.before} waits for {what}, which has not sent it yet"
         if self.cause == "lane":
             return f"{self.before} waits for {what}, and its lane is busy"
         if self.cause == "transfer":
@@ -87,70 +90,99 @@ def intervals(timeline: Timeline) -> tuple[Idle, ...]:
 
 
 def _drained(timeline: Timeline) -> Iterator[Idle]:
-    for rank, end in enumerate(timeline.rank_end.tolist()):
+    for rank, end in enumerate(timeline.extent.end.tolist()):
         if timeline.makespan - end > ROUNDING * timeline.makespan:
             yield Idle(rank, end, timeline.makespan, "drained")
 
 
 class _Moments(NamedTuple):
-    """Of gaps: where the causes change from one to the next, and the gap itself as the first and the last."""
+    """Of gaps: where the causes change from one to the next; the first begins the gap, the last ends it."""
 
     begin: Floats
+    stepped: Floats
+    started: Floats
     made: Floats
+    posted: Floats
     sets_out: Floats
     arrives: Floats
     end: Floats
 
 
 def _gaps(timeline: Timeline) -> Iterator[Idle]:
-    flow, runs = timeline.flow, timeline.flow.blocking
+    flow, runs, origin = timeline.flow, timeline.flow.blocking, timeline.extent.origin
     start = timeline.node_start[runs]
     ends = start + timeline.node_duration[runs]
     same_rank = np.append(False, flow.rank[runs][1:] == flow.rank[runs][:-1])
-    previous = np.where(same_rank, np.append(0.0, ends[:-1]), timeline._origin)
+    previous = np.where(same_rank, np.append(0.0, ends[:-1]), origin)
     slack = ROUNDING * timeline.makespan
     late = np.flatnonzero(start > previous + slack)
     if not len(late):
         return
-    cells, origin = runs[late], timeline._origin
+    moments = _moments(timeline, runs[late], previous[late])
     ready, could_run = _soonest_later(timeline, late)
-    moments = _moments(timeline, cells, previous[late])
-    for number, cell in enumerate(cells.tolist()):
-        span, edge = timeline.spans[cell], int(timeline.critical[cell])
-        made = _awaited(timeline, edge)
-        bounds = [float(moment[number]) for moment in moments]
-        ordered = bounds[-1] if made is None else min(max(float(ready[number]), bounds[0]), bounds[-1])
-        first = made.word if made else "step" if edge != NOTHING and flow.reason[edge] == STEP else "dispatch"
-        action, source = (made.action, made.rank) if made else (None, None)
-        for cause, (begin, end) in zip((first, "lane", "transfer", "lane"), pairwise(bounds), strict=True):
-            if min(end, ordered) - begin > slack:
-                yield Idle(span.rank, begin - origin, min(end, ordered) - origin, cause, span.action, action, source)
-        if bounds[-1] - ordered > slack:
+    ordered = np.clip(ready, moments.started, moments.end)
+    makers = _makers_of(timeline, timeline.critical[runs[late]])
+    for number, cell in enumerate(runs[late].tolist()):
+        rank, before = int(flow.rank[cell]), timeline.spans[cell].action
+        maker = int(makers[number])
+        action, source = (timeline.spans[maker].action, int(flow.rank[maker])) if maker != NOWHERE else (None, None)
+        word = "activation" if maker != NOWHERE and flow.is_forward[timeline.critical[cell]] else "gradient"
+        bounds = [float(moment[number]) - origin for moment in moments]
+        until = float(ordered[number]) - origin
+        causes = ("step", "dispatch", word, "unsent", "lane", "transfer", "lane")
+        for cause, (begin, end) in zip(causes, pairwise(bounds), strict=True):
+            if min(end, until) - begin > slack:
+                yield Idle(rank, begin, min(end, until), cause, before, action, source)
+        if bounds[-1] - until > slack:
             other = timeline.spans[int(could_run[number])].action
-            yield Idle(span.rank, ordered - origin, bounds[-1] - origin, "order", span.action, action, source, other)
+            yield Idle(rank, until, bounds[-1], "order", before, action, source, other)
 
 
 def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
-    """When what these cells wait for was made, set out and arrived, within the gap before each."""
-    flow = timeline.flow
+    """When each of these cells may begin, and when what it waits for was made, sent and there, within its gap."""
+    flow, node_end = timeline.flow, timeline.node_start + timeline.node_duration
     end = timeline.node_start[cells]
-    made, sets_out, arrives = end.copy(), end.copy(), end.copy()
+    made, posted, sets_out, arrives = (end.copy() for _ in range(4))
     edges = timeline.critical[cells]
     reasons = np.append(flow.reason, NOTHING)[edges]
 
     between = np.flatnonzero(reasons == DATA)
-    source = flow.source[edges[between]]
-    made[between] = sets_out[between] = timeline.node_start[source] + timeline.node_duration[source]
+    made[between] = posted[between] = sets_out[between] = node_end[flow.source[edges[between]]]
 
     received = np.flatnonzero(reasons == USE)
     if len(received):
         sent = _sent(timeline, edges[received])
         node = flow.graph.node[sent]
-        made[received] = _posted(timeline)[sent]
-        sets_out[received] = timeline.node_start[node]
-        arrives[received] = timeline.node_start[node] + timeline.node_duration[node]
-    made, sets_out, arrives = (np.clip(moment, previous, end) for moment in (made, sets_out, arrives))
-    return _Moments(previous, made, sets_out, arrives, end)
+        made[received] = node_end[_makers(timeline, sent)]
+        posted[received] = _posted(timeline)[sent]
+        sets_out[received], arrives[received] = timeline.node_start[node], node_end[node]
+    stepped, started = _may_begin(timeline, cells)
+    moments = [previous]
+    for moment in (stepped, started, made, posted, sets_out, arrives):
+        moments.append(np.clip(moment, moments[-1], end))
+    return _Moments._make([*moments, end])
+
+
+def _may_begin(timeline: Timeline, cells: Ints) -> tuple[Floats, Floats]:
+    """When the step before has ended for each of these cells, and when its rank has got to it."""
+    flow, node_end = timeline.flow, timeline.node_start + timeline.node_duration
+    stepped, started = np.zeros(flow.nodes), flow.releases(timeline.costs)
+    into_step = np.flatnonzero(flow.begins != NOWHERE)
+    np.maximum.at(stepped, flow.target[into_step], node_end[flow.source[into_step]])
+    own = np.flatnonzero((flow.reason == PROGRAM) | (flow.begins != NOWHERE))
+    np.maximum.at(started, flow.target[own], node_end[flow.source[own]] + flow.delays(timeline.costs)[own])
+    return stepped[cells], started[cells]
+
+
+def _makers(timeline: Timeline, sent: Ints) -> Ints:
+    """The cells that make what is sent in these cells."""
+    leaves = timeline.flow.leaves
+    sends = timeline.flow.first_leaf[sent]
+    maker = np.full(len(sends), NOWHERE, np.int64)
+    for transfer in TRANSFERS:
+        mine = np.flatnonzero(leaves.is_kind(sends, transfer.send))
+        maker[mine] = leaves.find_any(transfer.made_by, leaves.stage[sends[mine]], leaves.microbatch[sends[mine]])
+    return np.asarray(leaves.cell[maker])
 
 
 def _sent(timeline: Timeline, edges: Ints) -> Ints:
@@ -164,7 +196,7 @@ def _sent(timeline: Timeline, edges: Ints) -> Ints:
 def _posted(timeline: Timeline) -> Floats:
     """When the rank of every cell got to it; for sends and receives only."""
     flow = timeline.flow
-    posted = flow.releases(timeline.costs)[: flow.cells]
+    posted = flow.posts(timeline.costs)
     edges = np.flatnonzero(flow.reason[: len(flow.graph.waiting)] == POST)
     source = flow.source[edges]
     when = timeline.node_start[source] + timeline.node_duration[source] + flow.delays(timeline.costs)[edges]
@@ -172,27 +204,14 @@ def _posted(timeline: Timeline) -> Floats:
     return posted
 
 
-class _Made(NamedTuple):
-    """What another rank makes: by which action, where, and the word for it."""
-
-    action: Action
-    rank: int
-    word: str
-
-
-def _awaited(timeline: Timeline, edge: int) -> _Made | None:
-    """What an edge waits for, if it waits for data."""
-    flow, leaves = timeline.flow, timeline.flow.leaves
-    if edge == NOTHING or int(flow.reason[edge]) not in (USE, DATA):
-        return None
-    awaited, waiting = int(flow.graph.awaited[edge]), int(flow.graph.waiting[edge])
-    forward = bool(leaves.is_kind(np.array([waiting]), FORWARD)[0])
-    if flow.reason[edge] == USE:
-        transfer = TRANSFERS[0 if forward else 1]
-        stage = leaves.stage[[awaited]] - transfer.stage_offset
-        awaited = int(leaves.find_any(transfer.made_by, stage, leaves.microbatch[[awaited]])[0])
-    cell = int(leaves.cell[awaited])
-    return _Made(timeline.spans[cell].action, int(flow.rank[cell]), "activation" if forward else "gradient")
+def _makers_of(timeline: Timeline, edges: Ints) -> Ints:
+    """The cells on other ranks that make what these edges wait for; ``NOWHERE`` if they do not wait for data."""
+    flow = timeline.flow
+    reasons = np.append(flow.reason, NOTHING)[edges]
+    makers = np.full(len(edges), NOWHERE, np.int64)
+    makers[reasons == DATA] = flow.source[edges[reasons == DATA]]
+    makers[reasons == USE] = _makers(timeline, _sent(timeline, edges[reasons == USE]))
+    return makers
 
 
 def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from penstock.errors import CostsError
 from penstock.graph.timing import starts
 from penstock.ir.numbers import whole_number
-from penstock.simulation.costs import Costs
+from penstock.simulation.costs import Costs, checked_number
+from penstock.simulation.extent import Extent, extent_of
+from penstock.simulation.flow import DATA
 from penstock.simulation.simulate import prepared
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from penstock.simulation.flow import Flow
 
     Floats = NDArray[np.float64]
+
+
+_LARGEST_SPREAD: Final = 10.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +69,9 @@ def simulate_many(
 ) -> Samples:
     """Simulate a schedule with each of several costs, or many times with one that varies by chance.
 
-    Every action takes its time times a factor drawn for itself, times one drawn for its rank. The factors are lognormal
-    with a mean of 1: a spread of 0.1 is about ten percent more or less. Equal seeds give equal samples.
+    Every action and every transfer takes its time times a factor drawn for itself, and what a rank runs itself, times
+    one drawn for the rank. The factors are lognormal with a mean of 1: a spread of 0.1 is about ten percent more or
+    less. Equal seeds give equal samples.
 
     >>> from penstock.schedules.registry import build
     >>> schedule = build("1F1B", ranks=4, microbatches=8)
@@ -86,28 +92,45 @@ def simulate_many(
     if isinstance(costs, Costs) or costs is None:
         flow, one = prepared(schedule, costs, model)
         count = whole_number("samples", samples, least=1)
-        drawn = _varied(flow, one, count, _spread("noise", noise), _ranks(flow, stragglers), seed)
+        chance = np.random.default_rng(whole_number("seed", seed))
+        runs = _varied(flow, one, count, _spread("noise", noise), _ranks(flow, stragglers), chance)
     else:
-        if not costs or not all(isinstance(each, Costs) for each in costs):
-            raise CostsError(f"give Costs, or a list of them, not {costs!r}")
-        flow, _ = prepared(schedule, costs[0], model)
-        drawn = ((each, flow.durations(each)) for each in costs)
-    results = [_extent(flow, each, duration) for each, duration in drawn]
-    makespan, span = np.array(results).T
-    return Samples(makespan, span)
+        given = _listed(costs)
+        if np.any(noise) or np.any(stragglers):
+            raise CostsError("noise and stragglers vary one Costs; a list of them is simulated as it is", field="noise")
+        flow, _ = prepared(schedule, given[0], model)
+        for each in given:
+            each.check(schedule.stages)
+        runs = ((each, flow.durations(each), flow.delays(each)) for each in given)
+    extents = [_run(flow, *run) for run in runs]
+    return Samples(np.array([e.makespan for e in extents]), np.array([e.span for e in extents]))
+
+
+def _listed(costs: object) -> tuple[Costs, ...]:
+    given = tuple(costs) if isinstance(costs, Iterable) else ()
+    if not given or not all(isinstance(each, Costs) for each in given):
+        raise CostsError(f"give Costs, or a list of them, not {costs!r}")
+    return given
+
+
+def _run(flow: Flow, costs: Costs, duration: Floats, delay: Floats) -> Extent:
+    start, _ = starts(flow.order, duration, delay, flow.releases(costs))
+    return extent_of(flow, costs, start, duration)
 
 
 def _varied(
-    flow: Flow, costs: Costs, samples: int, noise: float, stragglers: Floats, seed: int
-) -> Iterator[tuple[Costs, Floats]]:
-    duration = flow.durations(costs)
-    chance = np.random.default_rng(seed)
-    runs = flow.blocking
-    rank = flow.rank[runs]
+    flow: Flow, costs: Costs, samples: int, noise: float, stragglers: Floats, chance: np.random.Generator
+) -> Iterator[tuple[Costs, Floats, Floats]]:
+    duration, delay = flow.durations(costs), flow.delays(costs)
+    between = np.flatnonzero(flow.reason == DATA)  # transfers that the schedule does not spell out
+    of_action, of_transfer = np.full(flow.cells, noise), np.full(len(between), noise)
+    rank = flow.rank[flow.blocking]
     for _ in range(samples):
-        varied = duration.copy()
-        varied[runs] *= _factors(chance, np.full(len(runs), noise)) * _factors(chance, stragglers)[rank]
-        yield costs, varied
+        varied, delayed = duration.copy(), delay.copy()
+        varied[: flow.cells] *= _factors(chance, of_action)
+        varied[flow.blocking] *= _factors(chance, stragglers)[rank]
+        delayed[between] *= _factors(chance, of_transfer)
+        yield costs, varied, delayed
 
 
 def _factors(chance: np.random.Generator, spread: Floats) -> Floats:
@@ -118,25 +141,16 @@ def _factors(chance: np.random.Generator, spread: Floats) -> Floats:
     return np.asarray(np.exp(chance.standard_normal(len(spread)) * np.sqrt(variance) - variance / 2))
 
 
-def _extent(flow: Flow, costs: Costs, duration: Floats) -> tuple[float, float]:
-    """Makespan and span."""
-    start, _ = starts(flow.order, duration, flow.delays(costs), flow.releases(costs))
-    runs = flow.timed(costs, duration)
-    rank = flow.rank[runs]
-    begins = np.searchsorted(rank, np.unique(rank))
-    first = np.minimum.reduceat(start[runs], begins)
-    last = np.maximum.reduceat(start[runs] + duration[runs], begins)
-    return float(last.max() - first.min()), float((last - first).max())
-
-
 def _spread(field: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < np.inf:
-        raise CostsError(f"{field} must be a number, at least 0, not {value!r}", field=field, value=value)
-    return float(value)
+    """A spread as a number: beyond a few hundred percent a lognormal factor means nothing."""
+    number = checked_number(field, field, value)
+    if number > _LARGEST_SPREAD:
+        raise CostsError(f"{field} must be at most {_LARGEST_SPREAD:g}, not {value!r}", field=field, value=value)
+    return number
 
 
-def _ranks(flow: Flow, stragglers: float | Sequence[float]) -> Floats:
-    if not isinstance(stragglers, Sequence):
+def _ranks(flow: Flow, stragglers: object) -> Floats:
+    if isinstance(stragglers, str) or not isinstance(stragglers, (Sequence, np.ndarray)):
         return np.full(flow.ranks, _spread("stragglers", stragglers))
     if len(stragglers) != flow.ranks:
         raise CostsError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -35,13 +36,12 @@ def held(flow: Flow, costs: Costs) -> Held:
     """Prefix sums along the order of every rank. O(n)."""
     taken, released = _changes(flow, costs)
     rank = flow.rank[flow.blocking]
-    first = np.searchsorted(rank, np.arange(flow.ranks))
-    total = np.cumsum(taken - released)
-    before_rank = np.append(0.0, total)[first]
+    bounds = np.searchsorted(rank, np.arange(flow.ranks + 1)).tolist()
+    total = np.concatenate([np.cumsum(taken[a:b] - released[a:b]) for a, b in pairwise(bounds)])
     static = np.bincount(
         flow.schedule.placement.rank_of, costs.per_stage("static", flow.schedule.stages), flow.ranks
     ).astype(np.float64)
-    after = total - before_rank[rank] + static[rank]
+    after = total + static[rank]
     return Held(after + released, after, static)
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from penstock.errors import CostsError, ScheduleError
+from penstock.errors import CostsError, ModelError, ScheduleError
+from penstock.graph.models import CommModel
 from penstock.graph.timing import starts
 from penstock.ir.numbers import whole_number
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs import Costs
 from penstock.simulation.flow import Flow, flow_of
 from penstock.simulation.timeline import Timeline
-
-if TYPE_CHECKING:
-    from penstock.graph.models import CommModel
 
 
 def simulate(
@@ -64,4 +60,8 @@ def prepared(
     costs = Costs() if costs is None else costs
     if not isinstance(costs, Costs):
         raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
-    return flow_of(schedule, model, whole_number("steps", steps, least=1), bool(synchronise)), costs
+    if model is not None and not isinstance(model, CommModel):
+        raise ModelError(f"a model is a CommModel, e.g. CommModel('eager', 'pair'), not {model!r}")
+    flow = flow_of(schedule, model, whole_number("steps", steps, least=1), bool(synchronise))
+    costs.check(schedule.stages)
+    return flow, costs

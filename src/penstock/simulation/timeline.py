@@ -15,6 +15,7 @@ from penstock.errors import WriteError
 from penstock.graph.timing import NOTHING
 from penstock.ir import packed
 from penstock.ir.actions import SEND_B, SEND_F, Action
+from penstock.simulation.extent import Extent, extent_of
 from penstock.simulation.flow import DATA
 from penstock.simulation.idle import CAUSES, Idle, intervals
 from penstock.simulation.memory import Held, held
@@ -36,7 +37,9 @@ WRITERS: Final[dict[str, Callable[[Timeline, Path], None]]] = {}
 
 
 class Span(NamedTuple):
-    """An action and when it runs; a send or a receive, when its transfer is under way.
+    """An action and when it runs.
+
+    A send runs while its transfer is under way. So does a receive under rendezvous; otherwise it has only an end.
 
     Attributes:
         rank: the rank.
@@ -112,8 +115,8 @@ class Timeline:
 
     @cached_property
     def start(self) -> Floats:
-        """When every cell starts, rank by rank in order; of a receive, when its transfer does."""
-        return np.asarray(self.node_start[self.flow.graph.node] - self._origin)
+        """When every cell starts, rank by rank in order."""
+        return np.asarray(self.node_start[self.flow.graph.node] - self.extent.origin)
 
     @cached_property
     def end(self) -> Floats:
@@ -121,39 +124,19 @@ class Timeline:
         return np.asarray(self.start + self.node_duration[self.flow.graph.node])
 
     @cached_property
-    def _origin(self) -> float:
-        runs = self._timed
-        return float(self.node_start[runs].min()) if len(runs) else 0.0
+    def extent(self) -> Extent:
+        """When each rank begins and ends."""
+        return extent_of(self.flow, self.costs, self.node_start, self.node_duration)
 
-    @cached_property
-    def _timed(self) -> Ints:
-        return self.flow.timed(self.costs, self.node_duration)
-
-    @cached_property
-    def rank_start(self) -> Floats:
-        """When each rank starts."""
-        return self._of_ranks(np.minimum, self.start, np.inf)
-
-    @cached_property
-    def rank_end(self) -> Floats:
-        """When each rank has run its last action."""
-        return self._of_ranks(np.maximum, self.end, -np.inf)
-
-    def _of_ranks(self, choose: np.ufunc, times: Floats, nothing: float) -> Floats:
-        runs = self._timed
-        chosen = np.full(self.flow.ranks, nothing)
-        choose.at(chosen, self.flow.rank[runs], times[runs])
-        return np.where(np.isinf(chosen), 0.0, chosen)
-
-    @cached_property
+    @property
     def makespan(self) -> float:
         """From the first start to the last end, over all ranks."""
-        return float(self.rank_end.max(initial=0.0))
+        return self.extent.makespan
 
-    @cached_property
+    @property
     def span(self) -> float:
-        """The longest that a rank takes from its own first start to its own last end."""
-        return float((self.rank_end - self.rank_start).max(initial=0.0))
+        """The longest that a rank takes from its own beginning to its own last end."""
+        return self.extent.span
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -165,7 +148,7 @@ class Timeline:
     @property
     def idle(self) -> tuple[float, ...]:
         """How long each rank does not: its bubble."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        return tuple(max(0.0, self.makespan - busy) for busy in self.busy)
 
     @cached_property
     def communication(self) -> tuple[float, ...]:
@@ -180,7 +163,7 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """How much longer than the ideal it takes."""
-        return self.makespan - self.ideal
+        return max(0.0, self.makespan - self.ideal)
 
     @property
     def bubble_rate(self) -> float:
@@ -190,7 +173,7 @@ class Timeline:
     @property
     def span_bubble_rate(self) -> float:
         """The share of the span that is bubble: what counts if ranks need not wait for each other between steps."""
-        return (self.span - self.ideal) / self.span if self.span else 0.0
+        return max(0.0, self.span - self.ideal) / self.span if self.span else 0.0
 
     @cached_property
     def step_time(self) -> float:
@@ -202,7 +185,7 @@ class Timeline:
         first = flow.cells + (flow.steps * flow.ranks if flow.synchronise else 0)
         each = 1 if flow.synchronise else flow.ranks
         nodes = np.arange(first, first + flow.steps * each).reshape(flow.steps, each)
-        ends = (self.node_start[nodes] + self.node_duration[nodes] - self._origin).max(axis=1)
+        ends = (self.node_start[nodes] + self.node_duration[nodes] - self.extent.origin).max(axis=1)
         return float(ends[-1] - (ends[-2] if flow.steps > 1 else 0.0))
 
     @cached_property
@@ -293,10 +276,10 @@ class Timeline:
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of actions that the makespan is made of: each waits for the one before."""
-        runs = self._timed
+        runs = self.flow.blocking
         if not len(runs):
             return ()
-        node = int(runs[np.argmax(self.end[runs])])
+        node = int(runs[len(runs) - 1 - np.argmax(self.end[runs][::-1])])
         path = []
         while node != NOTHING:
             if node < self.flow.cells:

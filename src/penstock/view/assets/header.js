@@ -4,8 +4,9 @@
 const MEANINGS = {
   activation: "another rank has not made the activation yet",
   gradient: "another rank has not made the gradient yet",
-  transfer: "what is needed is under way",
+  unsent: "another rank has made what is needed, but not sent it yet",
   lane: "the lane of the transfer is busy",
+  transfer: "what is needed is under way",
   order: "something later in the rank's own order could run",
   dispatch: "the rank takes time to start the action",
   step: "the step before has not ended everywhere",

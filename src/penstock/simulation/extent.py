@@ -1,0 +1,69 @@
+"""When each rank begins and ends, and how long it all takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from penstock.graph.leaves import NOWHERE
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.simulation.costs import Costs
+    from penstock.simulation.flow import Flow
+
+    Ints = NDArray[np.signedinteger[Any]]
+    Floats = NDArray[np.float64]
+
+
+class Extent(NamedTuple):
+    """The extent of a run in time.
+
+    Attributes:
+        origin: the first start of all, in the times of the nodes; everything else counts from it.
+        begin: when each rank could have begun without being later: its first compute action, and what comes before.
+        end: when each rank has run its last action.
+    """
+
+    origin: float
+    begin: Floats
+    end: Floats
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end, over all ranks."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def span(self) -> float:
+        """The longest that a rank takes from its own beginning to its own end."""
+        return float((self.end - self.begin).max(initial=0.0))
+
+
+def extent_of(flow: Flow, costs: Costs, start: Floats, duration: Floats) -> Extent:
+    """The extent of a run in which the nodes of the flow start then and take so long.
+
+    An action counts if it computes, or takes time. What a rank has to do before it first computes, such as UNSHARD,
+    it could do just in time: so it begins as much earlier as that takes, and no earlier.
+    """
+    runs = flow.blocking
+    runs = runs if costs.dispatch else runs[flow.is_compute[runs] | (duration[runs] > 0)]
+    if not len(runs):
+        return Extent(0.0, np.zeros(flow.ranks), np.zeros(flow.ranks))
+    origin = float(start[runs].min())
+    end = np.zeros(flow.ranks)
+    np.maximum.at(end, flow.rank[runs], start[runs] + duration[runs] - origin)
+    return Extent(origin, _begins(flow, costs, start, duration, origin) - origin, end)
+
+
+def _begins(flow: Flow, costs: Costs, start: Floats, duration: Floats, origin: float) -> Floats:
+    """When each rank begins, if it does what comes before its first compute action just in time."""
+    first = np.full(flow.ranks, NOWHERE, np.int64)
+    computes = np.flatnonzero(flow.is_compute)
+    first[flow.rank[computes][::-1]] = computes[::-1]
+    ahead = flow.blocking[flow.blocking < first[flow.rank[flow.blocking]]]
+    before = np.bincount(flow.rank[ahead], duration[ahead], flow.ranks)
+    before = before + costs.dispatch * (first - flow.leaves.first_cell[:-1])
+    return np.where(first == NOWHERE, origin, start[first] - before)
