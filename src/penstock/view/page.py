@@ -95,11 +95,7 @@ def _asset(name: str) -> str:
 
 
 def _json(facts: dict[str, Any]) -> str:
-    try:
-        text = json.dumps(facts, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        raise WriteError("its times or its memory are too large to be drawn") from None
-    return text.translate(_ESCAPES)
+    return json.dumps(facts, separators=(",", ":"), allow_nan=False).translate(_ESCAPES)
 
 
 def _policy(*, script: str, style: str) -> str:
