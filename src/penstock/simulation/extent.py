@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from penstock.simulation.costs import Costs
     from penstock.simulation.flow import Flow
 
-    Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
 
@@ -48,22 +47,19 @@ def extent_of(flow: Flow, costs: Costs, start: Floats, duration: Floats) -> Exte
     An action counts if it computes, or takes time. What a rank has to do before it first computes, such as UNSHARD,
     it could do just in time: so it begins as much earlier as that takes, and no earlier.
     """
-    runs = flow.blocking
-    runs = runs if costs.dispatch else runs[flow.is_compute[runs] | (duration[runs] > 0)]
-    if not len(runs):
+    others = flow.others if costs.dispatch else flow.others[duration[flow.others] > 0]
+    firsts = np.concatenate([flow.first_compute, flow.last_of_ranks(others[::-1])])
+    lasts = np.stack([flow.last_compute, flow.last_of_ranks(others)])
+    if (firsts == NOWHERE).all():
         return Extent(0.0, np.zeros(flow.ranks), np.zeros(flow.ranks))
-    origin = float(start[runs].min())
-    end = np.zeros(flow.ranks)
-    np.maximum.at(end, flow.rank[runs], start[runs] + duration[runs] - origin)
-    return Extent(origin, _begins(flow, costs, start, duration, origin) - origin, end)
+    origin = float(start[firsts[firsts != NOWHERE]].min())
+    ends = np.where(lasts == NOWHERE, origin, start[lasts] + duration[lasts]).max(axis=0)  # a rank runs in order
+    return Extent(origin, _begins(flow, costs, start, duration, origin) - origin, ends - origin)
 
 
 def _begins(flow: Flow, costs: Costs, start: Floats, duration: Floats, origin: float) -> Floats:
     """When each rank begins, if it does what comes before its first compute action just in time."""
-    first = np.full(flow.ranks, NOWHERE, np.int64)
-    computes = np.flatnonzero(flow.is_compute)
-    first[flow.rank[computes][::-1]] = computes[::-1]
-    ahead = flow.blocking[flow.blocking < first[flow.rank[flow.blocking]]]
+    first, ahead = flow.first_compute, flow.ahead
     before = np.bincount(flow.rank[ahead], duration[ahead], flow.ranks)
     before = before + costs.dispatch * (first - flow.leaves.first_cell[:-1])
     return np.where(first == NOWHERE, origin, start[first] - before)

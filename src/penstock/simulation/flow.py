@@ -46,6 +46,11 @@ FREE: Final = CommModel(buffering=EAGER, lanes="message")
 #: The reasons of the edges: those of the event graph, and that a step begins after the one before it.
 PROGRAM, POST, LANE, USE, MESSAGE, ROOM, DATA, STEP = range(len(REASONS) + 1)
 
+_IS_OPERATION: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
+_IS_OPERATION[[packed.TYPE_NUMBER[kind] for kind in OPERATIONS]] = True
+_IS_COMPUTE: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
+_IS_COMPUTE[[packed.TYPE_NUMBER[kind] for kind in COMPUTE]] = True
+
 #: Which field of the costs says how long an action takes.
 _TIMES: Final = {
     FORWARD: "forward",
@@ -125,18 +130,48 @@ class Flow:
     @cached_property
     def is_operation(self) -> NDArray[np.bool_]:
         """Whether each cell is a send or a receive, which its rank posts and does not wait for."""
-        kinds = [packed.TYPE_NUMBER[kind] for kind in OPERATIONS]
-        return np.isin(self.leaves.kind[self.first_leaf], kinds)
+        return np.asarray(_IS_OPERATION[self.leaves.kind[self.first_leaf]])
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
         """Whether each cell computes."""
-        return np.isin(self.leaves.kind[self.first_leaf], [packed.TYPE_NUMBER[kind] for kind in COMPUTE])
+        return np.asarray(_IS_COMPUTE[self.leaves.kind[self.first_leaf]])
 
     @cached_property
     def blocking(self) -> Ints:
         """The cells that their rank runs itself, rank by rank in order."""
         return np.flatnonzero(~self.is_operation)
+
+    @cached_property
+    def first_compute(self) -> Ints:
+        """The first cell of each rank that computes, ``NOWHERE`` if there is none."""
+        return self.last_of_ranks(self.computing[::-1])
+
+    @cached_property
+    def last_compute(self) -> Ints:
+        """The last cell of each rank that computes, ``NOWHERE`` if there is none."""
+        return self.last_of_ranks(self.computing)
+
+    def last_of_ranks(self, cells: Ints) -> Ints:
+        """The last of these cells for each rank, ``NOWHERE`` if it has none of them."""
+        last = np.full(self.ranks, NOWHERE, np.int64)
+        last[self.rank[cells]] = cells  # of several the last stays
+        return last
+
+    @cached_property
+    def ahead(self) -> Ints:
+        """The cells that a rank runs itself before it first computes."""
+        return np.asarray(self.blocking[self.blocking < self.first_compute[self.rank[self.blocking]]])
+
+    @cached_property
+    def computing(self) -> Ints:
+        """The cells that compute, rank by rank in order."""
+        return np.flatnonzero(self.is_compute)
+
+    @cached_property
+    def others(self) -> Ints:
+        """The cells that a rank runs itself and that do not compute."""
+        return np.asarray(self.blocking[~self.is_compute[self.blocking]])
 
     @cached_property
     def is_forward(self) -> NDArray[np.bool_]:
@@ -210,7 +245,8 @@ class Flow:
     def releases(self, costs: Costs) -> Floats:
         """Before when no node starts: the rank has to get to it, even if it waits for nothing."""
         release = np.zeros(self.nodes)
-        np.maximum.at(release, self.graph.node, self.posts(costs))
+        if costs.dispatch:
+            np.maximum.at(release, self.graph.node, self.posts(costs))
         return release
 
     @cached_property
@@ -285,7 +321,7 @@ def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple
     leaves, cells = graph.leaves, len(graph.node)
     ranks = leaves.schedule.ranks
     is_operation = np.ones(cells, bool)
-    is_operation[leaves.cell[~np.isin(leaves.kind, [packed.TYPE_NUMBER[kind] for kind in OPERATIONS])]] = False
+    is_operation[leaves.cell] = _IS_OPERATION[leaves.kind]
     edges: list[tuple[int, int, int]] = []
     for rank in range(ranks):
         begin, end = leaves.first_cell[rank : rank + 2].tolist()
