@@ -60,7 +60,7 @@ def test_simulate_several_steps_and_chance():
     told = json.loads(run("simulate", "ZBVZeroBubble", "--steps", "3", "--no-synchronise", "--json"))
     assert told["step_time"] == 48
     text = run("simulate", "1F1B", "--noise", "0.1", "--samples", "50")
-    assert "with chance, 50 samples: 5 % within" in text
+    assert "the makespan with chance, 50 samples: 5 % within" in text
 
 
 def test_simulate_writes_pictures(tmp_path):
@@ -82,13 +82,30 @@ def test_compare_marks_the_best_and_says_why_others_are_out():
 
 def test_compare_as_json_and_costs_that_do_not_fit_all(tmp_path):
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"forward": [1] * 8}))
+    path.write_text(json.dumps({"forward": [1, 1, 1, 3], "latency": [0.5] * 7}))
     told = {row["name"]: row for row in json.loads(run("compare", "-r", "4", "-m", "8", "-c", str(path), "--json"))}
     assert told["ZBVZeroBubble"]["fits"]
-    assert told["ZBVZeroBubble"]["hops"] == 8 * 6 * 2
-    assert told["1F1B"]["reason"].startswith("forward has 8 numbers, but there are 4 stages")
-    assert "not 1F1B: forward has 8 numbers" in run("compare", "-r", "4", "-m", "8", "-c", str(path))
-    assert "none of them fits" in run("compare", "--memory-limit", "0.5")
+    assert told["ZBVZeroBubble"]["hops"] == 6 * 2
+    assert told["1F1B"]["reason"].startswith("latency has 7 numbers, and there are 3 edges")
+    assert "not 1F1B: latency has 7 numbers" in run("compare", "-r", "4", "-m", "8", "-c", str(path))
+    assert "none of them fits" in run("compare", "--memory-limit", "0.5", code=1)
+
+
+@pytest.mark.parametrize("width", [44, 60, 80, 120])
+def test_compare_leaves_columns_out_rather_than_cutting_numbers(width, tmp_path):
+    path = tmp_path / "costs.toml"
+    path.write_text("forward = 123456.789\n")
+    lines = run("compare", "-c", str(path), "--memory-limit", "4", "--width", str(width)).splitlines()
+    assert max(map(len, lines)) <= width
+    assert not any("…" in line for line in lines)
+    assert lines[1].startswith("*  ")
+    assert ("hops" in lines[0]) is (width >= 100)
+
+
+def test_a_row_of_the_comparison_can_be_simulated_alone(costs):
+    rows = {row["name"]: row for row in json.loads(run("compare", "-c", costs, "--json"))}
+    alone = json.loads(run("simulate", "ZBVZeroBubble", "-c", costs, "--per-rank", "--json"))
+    assert alone["makespan"] == rows["ZBVZeroBubble"]["makespan"]
 
 
 def test_view_writes_one_page_of_several(tmp_path):
@@ -98,7 +115,7 @@ def test_view_writes_one_page_of_several(tmp_path):
     text = page.read_text()
     assert "1F1B" in text
     assert "mine.csv" in text
-    shared = ps.simulate(ps.build("V-Half", ranks=3, microbatches=6), ps.Costs().shared(2))
+    shared = ps.simulate(ps.build("V-Half", ranks=3, microbatches=6), ps.Costs().of_ranks(ps.Placement.v(3, 6)))
     assert f'"makespan":{shared.makespan}' in text
 
 
@@ -110,6 +127,9 @@ def test_view_writes_one_page_of_several(tmp_path):
         (["simulate", "1F1B", "--model", "fast"], "is not a communication model"),
         (["simulate", "1F1B", "--noise", "-1"], "noise must be"),
         (["simulate", "1F1B", "-o", "a.pdf"], "a timeline is written to"),
+        (["view", "none.csv", "-r", "5"], "none.csv has its own sizes"),
+        (["simulate", "1F1B", "--steps", "100000000"], "steps must be at most"),
+        (["simulate", "1F1B", "--noise", "1", "--samples", "1000000000"], "samples must be at most"),
         (["compare", "--ranks", "0"], "ranks must be at least 1"),
         (["view", "1F1B", "-o", "a.png"], r"a page is written to"),
         (["simulate", "none.csv"], "none.csv"),

@@ -57,7 +57,8 @@ def test_a_file_written_by_hand(tmp_path):
         ({"forward": 1e308}, "forward", "forward must be within 1e-100 and 1e100"),
         ({"bandwidth": 1e-300, "activation_bytes": 1}, "bandwidth", "bandwidth must be within"),
         ({"bandwidth": 0, "activation_bytes": 1}, "bandwidth", "bandwidth must be more than 0"),
-        ({"bandwidth": 3}, "bandwidth", "without activation_bytes"),
+        ({"bandwidth": 3}, "activation_bytes", "bandwidth has no meaning without activation_bytes"),
+        ({"activation_bytes": 3}, "bandwidth", "no meaning without bandwidth"),
         ({"overlap": 0}, "overlap", "overlap must be more than 0"),
         ({"overlap": [1, 1]}, "overlap", "overlap is one number for all"),
         ({"input_release": 1.5}, "input_release", "input_release is a share"),
@@ -79,10 +80,10 @@ def test_bad_fields_are_named(tmp_path, fields, field, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"forward": (1, 2, 3)}, "forward has 3 numbers, but there are 4 stages"),
-        ({"latency": (1, 2, 3, 4)}, "latency has 4 numbers, but there are 3 edges"),
-        ({"activation": (1,)}, "activation has 1 numbers, but there are 4 stages"),
-        ({"optimizer": (1,)}, "optimizer has 1 numbers"),
+        ({"forward": (1, 2, 3)}, "forward has 3 numbers, and there are 4 stages"),
+        ({"latency": (1, 2, 3, 4)}, "latency has 4 numbers, and there are 3 edges"),
+        ({"activation": (1,)}, "activation has 1 number, and there are 4 stages"),
+        ({"optimizer": (1,)}, "optimizer has 1 number, and"),
     ],
 )
 def test_too_few_stages(fields, words):

@@ -11,7 +11,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.costs import CostsFile, ModelName, costs_from, model_named
+from penstock.cli.costs import CostsFile, ModelName, amount, costs_from, model_named
 from penstock.cli.source import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Json, Microbatches, Ranks, StagesPerRank
 from penstock.cli.terminal import Width, terminal
 from penstock.schedules.registry import RECIPES
@@ -35,9 +35,10 @@ def compare(
 ) -> None:
     """Compare all schedules: makespan, span, bubble, memory, transfers. The fastest first.
 
-    Costs are those of a whole rank, and its stages share them equally, so that schedules with several stages per rank
-    compare with those that have one. Memory counts in the unit of the costs: by default, in the activations that a
-    microbatch takes on a whole rank. Hops are the transfers between ranks for one microbatch.
+    Costs are those of whole ranks, one number for all or a list with one for each, and the stages of a rank share them
+    equally, so that schedules with several stages per rank compare with those that have one. Memory counts in the unit
+    of the costs: by default, in the activations that a microbatch takes on a whole rank. Hops are the transfers between
+    ranks for one microbatch. The exit code is 1 if no schedule fits.
 
     Example: penstock compare --ranks 8 --microbatches 24 --memory-limit 8
     """
@@ -60,38 +61,59 @@ def compare(
     if machine:
         typer.echo(json.dumps([_facts(row) for row in rows], indent=2))
     else:
-        console.print(_table([row for row in rows if row.timeline], memory_limit))
+        simulated = [row for row in rows if row.timeline]
+        if simulated:
+            console.print(_table(simulated, memory_limit, console.width))
         for row in rows:
             if row.timeline is None:
                 console.print(Text(f"not {row.name}: {row.reason}", style="dim"), soft_wrap=True)
         if rows[0].reason:
             console.print("none of them fits")
+    if rows[0].reason:
+        raise typer.Exit(1)
 
 
-def _table(rows: list[Candidate], memory_limit: float | None) -> Table:
+#: The columns, and how much they matter where there is no room for all.
+_COLUMNS = {
+    "stages": 2, "makespan": 9, "bubble": 8, "span": 4, "of it": 3, "memory": 7, "hops": 1,
+}  # fmt: skip
+
+
+def _table(rows: list[Candidate], memory_limit: float | None, width: int) -> Table:
+    cells = [_numbers(row, memory_limit) for row in rows]
+    titles = list(_COLUMNS)
+    name = max(len(row.name) for row in rows)
+    widths = [max(map(len, [title, *column])) for title, column in zip(titles, zip(*cells, strict=True), strict=True)]
+    shown = set(titles)
+    for title in sorted(titles, key=_COLUMNS.__getitem__):
+        if 3 + name + sum(2 + size for size, each in zip(widths, titles, strict=True) if each in shown) > width:
+            shown.remove(title)
     table = Table(box=None, pad_edge=False)
     for title in ("", "schedule"):
         table.add_column(title, no_wrap=True)
-    for title in ("stages", "makespan", "bubble", "span", "bubble", "memory", "hops"):
+    for title in (title for title in titles if title in shown):
         table.add_column(title, justify="right", no_wrap=True)
-    for place, row in enumerate(rows):
+    for place, (row, numbers) in enumerate(zip(rows, cells, strict=True)):
         best = place == 0 and not row.reason
         style = "dim" if row.reason else "bold" if best else ""
-        over = f" > {memory_limit:g}" if row.reason else ""
-        table.add_row("*" if best else "", row.name, str(row.stages_per_rank), *_numbers(row, over), style=style)
+        chosen = [number for number, title in zip(numbers, titles, strict=True) if title in shown]
+        table.add_row("*" if best else "", row.name, *chosen, style=style)
     return table
 
 
-def _numbers(row: Candidate, over: str) -> list[str]:
+def _numbers(row: Candidate, memory_limit: float | None) -> list[str]:
+    """What the columns say of it."""
     assert row.timeline is not None
     timeline = row.timeline
+    over = f" > {amount(memory_limit)}" if row.reason and memory_limit is not None else ""
     return [
-        f"{timeline.makespan:.6g}",
+        str(row.stages_per_rank),
+        amount(timeline.makespan),
         f"{timeline.bubble_rate:.1%}",
-        f"{timeline.span:.6g}",
+        amount(timeline.span),
         f"{timeline.span_bubble_rate:.1%}",
-        f"{row.peak_memory:.6g}{over}",
-        f"{timeline.hops / timeline.schedule.microbatches:g}",
+        amount(row.peak_memory) + over,
+        f"{timeline.hops:g}",
     ]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from penstock.cli.source import model_from
+from penstock.errors import CostsError
 from penstock.graph.models import CommModel
 from penstock.simulation.costs import Costs
 
@@ -30,9 +33,31 @@ ModelName: TypeAlias = Annotated[
 ]
 
 
+PerRank: TypeAlias = Annotated[
+    bool,
+    typer.Option("--per-rank", help="Costs are those of whole ranks, whose stages share them, as in penstock compare."),
+]
+
+
 def costs_from(path: Path | None) -> Costs:
     """The costs in the file, or the default ones."""
     return Costs() if path is None else Costs.read(path)
+
+
+@contextmanager
+def named(path: Path | None) -> Iterator[None]:
+    """Name the file in an error that the costs in it do not fit."""
+    try:
+        yield
+    except CostsError as error:
+        if path is None:
+            raise
+        raise CostsError(f"{path}: {error}", field=error.field, value=error.value) from None
+
+
+def amount(number: float) -> str:
+    """A number for people: six digits, or all that are before the point."""
+    return f"{number:,.0f}" if 1e6 <= abs(number) < 1e15 else f"{number:.6g}"
 
 
 def model_named(text: str | None) -> CommModel | None:

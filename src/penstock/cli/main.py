@@ -17,6 +17,13 @@ def main() -> None:
     """Run the command line."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `penstock show ... | head` ends like any other command
+    interrupted: list[int] = []
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        interrupted.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         from penstock.cli.app import app  # that takes a moment, and may be interrupted as well
 
@@ -29,6 +36,10 @@ def main() -> None:
         _end(f"{error}", BAD_INPUT)
     except MemoryError:
         _end("there is not enough memory for a schedule of this size", BAD_INPUT)
+    except Exception:
+        if interrupted:  # what was interrupted may say something else of it, as the compiler does
+            sys.exit(INTERRUPTED)
+        raise
 
 
 def _end(message: str, code: int) -> NoReturn:

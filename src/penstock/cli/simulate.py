@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.costs import CostsFile, ModelName, costs_from, model_named
+from penstock.cli.costs import CostsFile, ModelName, PerRank, amount, costs_from, model_named, named
 from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, schedule_from
 from penstock.cli.terminal import Width, terminal
 from penstock.lowering.pipeline import lower as lowered
@@ -30,6 +33,7 @@ def simulate_command(
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     costs: CostsFile = None,
+    per_rank: PerRank = False,
     model: ModelName = None,
     lower: Annotated[bool, typer.Option("--lower", help="Lower the schedule first, with sharding.")] = False,
     steps: Annotated[int, typer.Option("--steps", help="How many steps to run, one after the other.")] = 1,
@@ -39,6 +43,7 @@ def simulate_command(
     noise: Annotated[float, typer.Option("--noise", help="How much actions vary by chance, e.g. 0.1.")] = 0.0,
     stragglers: Annotated[float, typer.Option("--stragglers", help="How much ranks vary by chance.")] = 0.0,
     samples: Annotated[int, typer.Option("--samples", help="How many samples to draw of that.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Where the chance begins.")] = 0,
     output: Annotated[
         list[Path] | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write it too: .html, .json (a trace), .png, .svg."),
@@ -52,23 +57,40 @@ def simulate_command(
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     schedule = lowered(schedule) if lower else schedule
-    given, behaves = costs_from(costs), model_named(model)
-    timeline = simulate(schedule, given, model=behaves, steps=steps, synchronise=not no_synchronise)
+    console = terminal(width)
+    given, behaves, together = costs_from(costs), model_named(model), not no_synchronise
+    with named(costs):
+        given = given.of_ranks(schedule.placement) if per_rank else given
+        timeline = simulate(schedule, given, model=behaves, steps=steps, synchronise=together)
     chance = None
     if noise or stragglers:
-        chance = simulate_many(schedule, given, model=behaves, samples=samples, noise=noise, stragglers=stragglers)
+        with counted(console, samples) as progress:
+            chance = simulate_many(
+                schedule, given, model=behaves, steps=steps, synchronise=together, samples=samples, noise=noise,
+                stragglers=stragglers, seed=seed, progress=progress,
+            )  # fmt: skip
     for path in output or []:
         timeline.write(path)
     if machine:
         typer.echo(json.dumps(facts(timeline, chance), indent=2))
         return
-    console = terminal(width)
     paint(console, timeline)
     console.print()
     console.print(numbers(timeline))
     console.print(Text("\n".join(summary(timeline, chance))), soft_wrap=True)
     for path in output or []:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+@contextmanager
+def counted(console: Console, total: int) -> Iterator[Callable[[], object] | None]:
+    """A bar in the terminal that goes on by one with every call; none if it goes to a pipe."""
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("simulating", total=total)
+        yield lambda: bars.advance(task)
 
 
 def paint(console: Console, timeline: Timeline) -> None:
@@ -89,22 +111,22 @@ def numbers(timeline: Timeline) -> Table:
         table.add_column(title, justify="right")
     rows = zip(timeline.busy, timeline.idle, timeline.communication, timeline.peak_memory, strict=True)
     for rank, row in enumerate(rows):
-        table.add_row(str(rank), *(f"{number:.6g}" for number in row))
+        table.add_row(str(rank), *map(amount, row))
     return table
 
 
 def summary(timeline: Timeline, chance: Samples | None) -> list[str]:
     """What it all comes to, in words."""
     lines = [
-        f"makespan {timeline.makespan:.6g}, of which {timeline.bubble_rate:.2%} is bubble; "
-        f"span {timeline.span:.6g}, {timeline.span_bubble_rate:.2%}; a step takes {timeline.step_time:.6g}"
+        f"makespan {amount(timeline.makespan)}, of which {timeline.bubble_rate:.2%} is bubble; "
+        f"span {amount(timeline.span)}, {timeline.span_bubble_rate:.2%}; a step takes {amount(timeline.step_time)}"
     ]
     if causes := timeline.idle_by_cause:
-        told = ", ".join(f"{cause} {time:.6g}" for cause, time in causes.items())
+        told = ", ".join(f"{cause} {amount(time)}" for cause, time in causes.items())
         lines.append(f"idle, over all ranks, by cause: {told}")
     if chance is not None:
-        shown = ", ".join(f"{percent} % within {chance.percentile(percent):.6g}" for percent in PERCENTILES)
-        lines.append(f"with chance, {len(chance)} samples: {shown}")
+        shown = ", ".join(f"{percent} % within {amount(chance.percentile(percent))}" for percent in PERCENTILES)
+        lines.append(f"the makespan with chance, {len(chance)} samples: {shown}")
     return lines
 
 

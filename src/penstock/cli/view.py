@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import CostsFile, ModelName, costs_from, model_named
+from penstock.cli.costs import CostsFile, ModelName, PerRank, costs_from, model_named, named
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, is_file, schedule_from
 from penstock.errors import WriteError
 from penstock.simulation.simulate import simulate
@@ -22,6 +22,7 @@ def view(
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     costs: CostsFile = None,
+    per_rank: PerRank = False,
     model: ModelName = None,
     memory_limit: Annotated[
         float | None, typer.Option("--memory-limit", min=0.0, help="How much memory a rank has, to be drawn.")
@@ -32,22 +33,24 @@ def view(
 ) -> None:
     """Write a page to look at: zoom, hover, click. It is one file and needs nothing else.
 
-    Several schedules stand under each other on one axis of time. As in penstock compare, costs are then those of a
-    whole rank, and its stages share them equally.
+    Several schedules stand under each other on one axis of time. As in penstock compare, costs are then those of whole
+    ranks, whose stages share them equally. Sizes are for schedules that are named; files have their own.
 
     Example: penstock view 1F1B ZBVZeroBubble --ranks 4 --microbatches 8 -o compare.html
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise WriteError(f"{output}: a page is written to *.html; for others, penstock simulate -o")
     given, behaves = costs_from(costs), model_named(model)
+    named_ones = [source for source in sources if not is_file(source)]
     timelines, titles = [], []
     for source in sources:
-        sizes = {} if is_file(source) else {"ranks": ranks, "microbatches": microbatches}
-        choice = None if is_file(source) else stages_per_rank
-        schedule = schedule_from(source, stages_per_rank=choice, **sizes)
-        parts = schedule.stages // schedule.ranks if len(sources) > 1 else 1
-        timelines.append(simulate(schedule, given.shared(max(parts, 1)), model=behaves))
-        titles.append(Path(source).name if is_file(source) else str(timelines[-1].schedule.metadata["name"]))
+        own = is_file(source) and bool(named_ones)
+        sizes = {} if own else {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+        schedule = schedule_from(source, **sizes)
+        with named(costs):
+            shared = given.of_ranks(schedule.placement) if per_rank or len(sources) > 1 else given
+            timelines.append(simulate(schedule, shared, model=behaves))
+        titles.append(Path(source).name if is_file(source) else str(schedule.metadata["name"]))
     write_page(timelines, output, titles=titles, memory_limit=memory_limit)
     if show:
         webbrowser.open(output.resolve().as_uri())

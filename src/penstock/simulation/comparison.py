@@ -55,7 +55,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every schedule that trains, one after the other as it is simulated.
 
-    Costs are those of a whole rank: its stages share them equally, however many a schedule gives it.
+    Costs are those of whole ranks, see ``Costs.of_ranks``, so that schedules with several stages per rank compare with
+    those that have one.
 
     >>> fastest = min(candidates(4, 8), key=lambda candidate: candidate.timeline.makespan)
     >>> fastest.name, fastest.timeline.makespan
@@ -85,7 +86,7 @@ def _candidate(
 ) -> Candidate:
     schedule = build(recipe.name, ranks=ranks, microbatches=microbatches, stages_per_rank=parts)
     try:
-        timeline = simulate(schedule, costs.shared(parts), model=model)
+        timeline = simulate(schedule, costs.of_ranks(schedule.placement), model=model)
         found = Candidate(recipe.name, parts, timeline)
         peak = found.peak_memory
     except CostsError as error:

@@ -7,7 +7,6 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, fields
-from dataclasses import replace as replaced
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+
+    from penstock.ir.placement import Placement
 
 #: A number for all, or one for each stage, or for each edge between a stage and the next.
 Amount: TypeAlias = float | tuple[float, ...]
@@ -87,12 +88,11 @@ class Costs:
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _checked(field.name, value))
-        if self.bandwidth is not None and not np.any(self.activation_bytes) and not np.any(self.gradient_bytes or 0.0):
-            raise CostsError(
-                "bandwidth has no meaning without activation_bytes or gradient_bytes: say how much is sent",
-                field="bandwidth",
-                value=self.bandwidth,
-            )
+        sent = np.any(self.activation_bytes) or np.any(self.gradient_bytes or 0.0)
+        if sent != (self.bandwidth is not None):
+            missing = "bandwidth" if sent else "activation_bytes"
+            given = "activation_bytes and gradient_bytes have" if sent else "bandwidth has"
+            raise CostsError(f"{given} no meaning without {missing}: give it too", field=missing)
 
     def per_stage(self, field: str, stages: int) -> NDArray[np.float64]:
         """A field of stages as an array with an entry for each of so many; ``backward`` with its default filled in."""
@@ -101,17 +101,17 @@ class Costs:
         value = getattr(self, field)
         if field == "backward" and value is None:
             return self.per_stage("backward_input", stages) + self.per_stage("backward_weight", stages)
-        return _spread(field, value, stages, "stages")
+        return _spread(field, value, stages, "stage")
 
     def transfer(self, stages: int, *, backward: bool) -> NDArray[np.float64]:
         """How long a transfer takes over the edge behind each of the stages but the last."""
         edges = max(stages - 1, 0)
-        time = _spread("latency", self.latency, edges, "edges")
+        time = _spread("latency", self.latency, edges, "edge")
         sent = "gradient_bytes" if backward and self.gradient_bytes is not None else "activation_bytes"
-        size = _spread(sent, getattr(self, sent), edges, "edges")
+        size = _spread(sent, getattr(self, sent), edges, "edge")
         if self.bandwidth is None:
             return time
-        return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edges"))
+        return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edge"))
 
     def check(self, stages: int) -> None:
         """Raise ``CostsError`` if they are for another number of stages."""
@@ -120,16 +120,23 @@ class Costs:
         for backward in (False, True):
             self.transfer(stages, backward=backward)
 
-    def shared(self, parts: int) -> Costs:
-        """The same for stages that are each one of so many equal parts of what these costs are of.
+    def of_ranks(self, placement: Placement) -> Costs:
+        """Read these costs as those of whole ranks, whose stages share them equally: the same as costs of stages.
 
-        Numbers for all are divided; those that are given for each stage, and those of transfers, stay.
+        A number is for every rank, a sequence has one for each. What transfers and shares of memory cost stays.
 
-        >>> Costs(forward=2, activation=4, latency=1).shared(2).forward
-        1.0
+        >>> from penstock.ir.placement import Placement
+        >>> Costs(forward=[2, 6], activation=4, latency=1).of_ranks(Placement.v(2, 4)).forward
+        (1.0, 3.0, 3.0, 1.0)
         """
-        divided = {name: value / parts for name in _OF_A_STAGE if isinstance(value := getattr(self, name), float)}
-        return replaced(self, **divided)
+        counts = np.bincount(placement.rank_of, minlength=placement.ranks)
+        given = {field: getattr(self, field) for field in _OF_A_STAGE if getattr(self, field) is not None}
+        divided = {
+            field: _spread(field, value, placement.ranks, "rank") / np.maximum(counts, 1)
+            for field, value in given.items()
+        }
+        of_stages = {field: value[list(placement.rank_of)] for field, value in divided.items()}
+        return Costs.from_dict({**self.to_dict(), **of_stages})
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Costs:
@@ -151,7 +158,7 @@ class Costs:
     def read(cls, path: str | Path) -> Costs:
         """Read a ``.toml`` or ``.json`` file with a field per line or key."""
         path = Path(path)
-        load = _by_suffix(path, {".toml": tomllib.loads, ".json": json.loads}, ReadError)
+        load = _by_suffix(path, {".toml": tomllib.loads, ".json": _from_json}, ReadError)
         try:
             table = load(read_text(path))
             if not isinstance(table, dict):
@@ -182,6 +189,18 @@ def _by_suffix(
     if path.suffix.lower() not in choices:
         raise error(f"{path}: costs are in *.toml or *.json files")
     return choices[path.suffix.lower()]
+
+
+def _from_json(text: str) -> object:
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise CostsError(f"{twice} is there twice", field=twice)
+        return table
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def _as_toml(table: dict[str, float | list[float]]) -> str:
@@ -226,8 +245,13 @@ def checked_number(place: str, field: str, value: object) -> float:
 def _spread(field: str, value: Amount, count: int, what: str) -> NDArray[np.float64]:
     if isinstance(value, tuple) and len(value) != count:
         raise CostsError(
-            f"{field} has {len(value)} numbers, but there are {count} {what}: give one for each, or one for all",
+            f"{field} has {_count(len(value), 'number')}, and there {'is' if count == 1 else 'are'} "
+            f"{_count(count, what)}: give one for each, or one for all",
             field=field,
             value=value,
         )
     return np.full(count, value, np.float64) if isinstance(value, float) else np.array(value, np.float64)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

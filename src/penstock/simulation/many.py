@@ -17,7 +17,7 @@ from penstock.simulation.flow import DATA
 from penstock.simulation.simulate import prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
+MOST_SAMPLES: Final = 10_000_000
 _LARGEST_SPREAD: Final = 10.0
 
 
@@ -48,7 +49,8 @@ class Samples:
 
     def percentile(self, percent: float) -> float:
         """The makespan that so many percent of the samples do not exceed."""
-        if not 0 <= percent <= 100:
+        given: object = percent
+        if not isinstance(given, (int, float)) or not 0 <= given <= 100:
             raise CostsError(f"a percentile is from 0 to 100, not {percent!r}", field="percent", value=percent)
         return float(np.percentile(self.makespan, percent))
 
@@ -62,10 +64,13 @@ def simulate_many(
     costs: Costs | Sequence[Costs] | None = None,
     *,
     model: CommModel | None = None,
+    steps: int = 1,
+    synchronise: bool = True,
     samples: int = 1000,
     noise: float = 0.0,
     stragglers: float | Sequence[float] = 0.0,
     seed: int = 0,
+    progress: Callable[[], object] | None = None,
 ) -> Samples:
     """Simulate a schedule with each of several costs, or many times with one that varies by chance.
 
@@ -84,25 +89,32 @@ def simulate_many(
         schedule: compute-only or lowered.
         costs: one, to be varied; or several, each simulated once as it is.
         model: how communication behaves, as for ``simulate``.
+        steps: how many steps each sample runs, as for ``simulate``.
+        synchronise: whether ranks wait for each other between them.
         samples: how many samples to draw, if ``costs`` is one.
         noise: the spread of the factor of every action.
         stragglers: the spread of the factor of every rank; one for all, or one per rank.
         seed: where the chance begins.
+        progress: called after every sample.
     """
     if isinstance(costs, Costs) or costs is None:
-        flow, one = prepared(schedule, costs, model)
-        count = whole_number("samples", samples, least=1)
+        flow, one = prepared(schedule, costs, model, steps, synchronise=synchronise)
+        count = whole_number("samples", samples, least=1, most=MOST_SAMPLES)
         chance = np.random.default_rng(whole_number("seed", seed))
         runs = _varied(flow, one, count, _spread("noise", noise), _ranks(flow, stragglers), chance)
     else:
         given = _listed(costs)
         if np.any(noise) or np.any(stragglers):
             raise CostsError("noise and stragglers vary one Costs; a list of them is simulated as it is", field="noise")
-        flow, _ = prepared(schedule, given[0], model)
+        flow, _ = prepared(schedule, given[0], model, steps, synchronise=synchronise)
         for each in given:
             each.check(schedule.stages)
         runs = ((each, flow.durations(each), flow.delays(each)) for each in given)
-    extents = [_run(flow, *run) for run in runs]
+    extents = []
+    for run in runs:
+        extents.append(_run(flow, *run))
+        if progress is not None:
+            progress()
     return Samples(np.array([e.makespan for e in extents]), np.array([e.span for e in extents]))
 
 
@@ -154,7 +166,7 @@ def _ranks(flow: Flow, stragglers: object) -> Floats:
         return np.full(flow.ranks, _spread("stragglers", stragglers))
     if len(stragglers) != flow.ranks:
         raise CostsError(
-            f"stragglers has {len(stragglers)} numbers, but there are {flow.ranks} ranks: give one for each",
+            f"stragglers has {len(stragglers)} numbers, and there are {flow.ranks} ranks: give one for each",
             field="stragglers",
             value=stragglers,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from penstock.errors import CostsError, ModelError, ScheduleError
 from penstock.graph.models import CommModel
 from penstock.graph.timing import starts
@@ -10,6 +12,9 @@ from penstock.ir.schedule import Schedule
 from penstock.simulation.costs import Costs
 from penstock.simulation.flow import Flow, flow_of
 from penstock.simulation.timeline import Timeline
+
+#: More than so many, in all steps together, would not fit into memory.
+MOST_ACTIONS: Final = 50_000_000
 
 
 def simulate(
@@ -62,6 +67,7 @@ def prepared(
         raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
     if model is not None and not isinstance(model, CommModel):
         raise ModelError(f"a model is a CommModel, e.g. CommModel('eager', 'pair'), not {model!r}")
-    flow = flow_of(schedule, model, whole_number("steps", steps, least=1), bool(synchronise))
+    steps = whole_number("steps", steps, least=1, most=max(1, MOST_ACTIONS // max(1, len(schedule.codes))))
+    flow = flow_of(schedule, model, steps, bool(synchronise))
     costs.check(schedule.stages)
     return flow, costs

@@ -269,9 +269,10 @@ class Timeline:
         return float(np.maximum(end[mine] - np.maximum(start[mine], reached), 0.0).sum())
 
     @property
-    def hops(self) -> int:
-        """How many transfers there are between ranks."""
-        return len(self._transfer_facts[0])
+    def hops(self) -> float:
+        """How many transfers between ranks there are for one microbatch."""
+        microbatches = self.flow.schedule.microbatches * self.flow.steps
+        return len(self._transfer_facts[0]) / max(microbatches, 1)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
