@@ -236,6 +236,31 @@ def test_the_critical_path_is_that_of_the_timeline(show, steps):
     assert not page.evaluate("penstock.shown.critical")
 
 
+def test_what_takes_no_time_hides_no_block(show):
+    timeline = simulate(lower(build("1F1B", ranks=2, microbatches=2)))
+    path = [str(span.action) for span in timeline.critical_path]
+    assert path[:2] == ["0UNSHARD", "0F0"]
+    page = show(timeline)
+    page.keyboard.press("c")
+    settle(page)
+    for action in ("0F0", "1F0"):
+        x, y = place_of(page, timeline, action)
+        assert colour_at(page, x, y - 18) == LOOKS["F"].colour, action
+    x, y = place_of(page, timeline, "0UNSHARD")
+    bar = page.evaluate("penstock.bar")
+    assert colour_at(page, x, y - bar / 2 - 4) == LOOKS["sharding"].colour, "it is lit up too"
+    page.keyboard.press("c")
+    for inset in (1, bar / 2, bar - 1):
+        page.mouse.click(x + 2, y - bar / 2 + inset)
+        assert page.evaluate("penstock.selected") == [0, cell_of(timeline, "0F0")]
+    settle(page)
+    assert colour_at(page, place_of(page, timeline, "0F0")[0], y - 18) == LOOKS["F"].colour
+    page.mouse.click(x, y - bar / 2 - 4)
+    assert page.evaluate("penstock.selected") == [0, cell_of(timeline, "0UNSHARD")]
+    page.keyboard.press("n")
+    assert page.evaluate("penstock.selected") == [0, cell_of(timeline, "0F0")]
+
+
 def test_switches_hide_what_they_say(show):
     timeline = one_f_one_b(latency=0.1)
     page = show(timeline)

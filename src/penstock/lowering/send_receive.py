@@ -25,8 +25,8 @@ def send_receive(schedule: Schedule) -> Schedule:
 
     The ranks take turns, one action a round where they can; whoever makes something that another rank needs puts its
     own send and the other's receive into place at once. So the receives of a rank are in an order that its senders can
-    keep, early enough for what needs them. O(n log n): the rounds are the longest paths of the order, and one sort puts
-    everything into its row.
+    keep, early enough for what needs them. The rounds are the longest paths of the order, and one sort puts everything
+    into its row: of a few rows that are sorted already, so that it takes the time of a merge.
 
     >>> from penstock.ir.schedule import Schedule
     >>> print(send_receive(Schedule([["0F0", "0B0"], ["1F0", "1B0"]])).grid())

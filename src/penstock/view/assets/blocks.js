@@ -114,7 +114,8 @@ function drawLabel(canvas, row, look, name, left, width) {
 }
 
 /** What takes no time: a small triangle that points at its moment, one for all in the same place. */
-function drawMarks({ context, layout, drawn }, row, looks) {
+function drawMarks(canvas, row, looks) {
+  const { layout } = canvas;
   const { timeline, rank } = row;
   const { cell, start } = timeline.rows[rank].marks;
   let last = -Infinity;
@@ -122,12 +123,17 @@ function drawMarks({ context, layout, drawn }, row, looks) {
     const x = layout.x(start[place]);
     if (x - last < 4) continue;
     last = x;
-    context.fillStyle = looks[timeline.look[cell[place]]].colour;
-    context.beginPath();
-    context.moveTo(x - 4, row.top - 6);
-    context.lineTo(x + 4, row.top - 6);
-    context.lineTo(x, row.top + 1);
-    context.fill();
-    drawn.blocks++;
+    drawMark(canvas, row, looks[timeline.look[cell[place]]], x);
   }
+}
+
+/** It stands above the bar, so that it hides nothing there. */
+function drawMark({ context, drawn }, row, look, x) {
+  context.fillStyle = look.colour;
+  context.beginPath();
+  context.moveTo(x - 4, row.top - 6);
+  context.lineTo(x + 4, row.top - 6);
+  context.lineTo(x, row.top);
+  context.fill();
+  drawn.blocks++;
 }

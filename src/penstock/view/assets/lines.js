@@ -59,9 +59,8 @@ function edges(layout, timeline, source, target) {
 
 /** A chain in full colour with a frame around each block, and lines from rank to rank. */
 function drawChain(canvas, timeline, chain, colour, looks) {
-  const { context, layout, density } = canvas;
+  const { context, layout } = canvas;
   const path = new Path2D();
-  const seen = new Map();
   let before = -1;
   for (const cell of chain) {
     if (timeline.posted[cell]) continue;
@@ -69,11 +68,7 @@ function drawChain(canvas, timeline, chain, colour, looks) {
     before = cell;
     const row = canvas.rows.get(timeline.rank[cell] + timeline.number * 1e6);
     if (!row || timeline.end[cell] < layout.from || timeline.start[cell] > layout.to) continue;
-    const x = layout.x(timeline.start[cell]);
-    if (x < (seen.get(row) ?? -Infinity) + 1) continue;
-    seen.set(row, x);
-    const [left, width] = onPixels(layout, x, Math.max((timeline.end[cell] - timeline.start[cell]) * layout.scale, 1), density);
-    drawFramed(canvas, row, looks[timeline.look[cell]], timeline.name[cell], left, width, colour);
+    drawLit(canvas, row, looks, cell, colour);
   }
   context.strokeStyle = colour;
   context.lineWidth = 1.75;
@@ -95,7 +90,19 @@ function joinBlocks(layout, timeline, one, other, path) {
   }
 }
 
-function drawFramed(canvas, row, look, name, left, width, colour, dashes = []) {
+/** An action in full colour: a mark if it takes no time, else its block in a frame. */
+function drawLit(canvas, row, looks, cell, colour, dashes = []) {
+  const { layout, density } = canvas;
+  const { timeline } = row;
+  const look = looks[timeline.look[cell]];
+  const x = layout.x(timeline.start[cell]);
+  const length = timeline.end[cell] - timeline.start[cell];
+  if (length <= 0) return drawMark(canvas, row, look, x);
+  const [left, width] = onPixels(layout, x, Math.max(length * layout.scale, 1), density);
+  return drawFramed(canvas, row, look, timeline.name[cell], left, width, colour, dashes);
+}
+
+function drawFramed(canvas, row, look, name, left, width, colour, dashes) {
   const { context, layout } = canvas;
   drawBlock(canvas, row, look, left, width);
   if (width > 15) drawLabel(canvas, row, look, name, left, width);
@@ -111,26 +118,26 @@ function drawFramed(canvas, row, look, name, left, width, colour, dashes = []) {
 function drawRing({ context, layout, brushes, rows }, timeline, cell) {
   const row = rows.get(timeline.rank[cell] + timeline.number * 1e6);
   if (!row) return;
-  const left = layout.x(timeline.start[cell]) - 5;
-  const width = (timeline.end[cell] - timeline.start[cell]) * layout.scale + 9;
+  const length = timeline.end[cell] - timeline.start[cell];
+  const left = layout.x(timeline.start[cell]) - (length ? 5 : 7);
+  const width = length ? length * layout.scale + 9 : 14;
+  const height = length ? layout.bar + 8 : 10;
   context.strokeStyle = brushes.critical;
   context.lineWidth = 2.5;
   context.beginPath();
-  context.roundRect(left, row.top - 4, width, layout.bar + 8, 5);
+  context.roundRect(left, row.top - (length ? 4 : 9), width, height, 5);
   context.stroke();
 }
 
 /** What waits for the selected action: a broken frame around each, and a broken line to it. */
 function drawDependents(canvas, timeline, cell, dependents, looks) {
-  const { context, layout, brushes, density } = canvas;
+  const { context, layout, brushes } = canvas;
   const path = new Path2D();
   for (const other of dependents) {
     joinBlocks(layout, timeline, cell, other, path);
     const row = canvas.rows.get(timeline.rank[other] + timeline.number * 1e6);
     if (!row || timeline.end[other] < layout.from || timeline.start[other] > layout.to) continue;
-    const width = (timeline.end[other] - timeline.start[other]) * layout.scale;
-    const [left, seen] = onPixels(layout, layout.x(timeline.start[other]), Math.max(width, 1), density);
-    drawFramed(canvas, row, looks[timeline.look[other]], timeline.name[other], left, seen, brushes.ink, [4, 3]);
+    drawLit(canvas, row, looks, other, brushes.ink, [4, 3]);
   }
   context.strokeStyle = brushes.ink;
   context.lineWidth = 1.25;

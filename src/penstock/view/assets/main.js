@@ -113,7 +113,7 @@ class Page {
     if (!row || y < AXIS || x < layout.left - 4) return null;
     const { timeline, rank } = row;
     const time = layout.time(x);
-    const mark = height < row.top + 2 ? timeline.markNear(rank, time, 5 / layout.scale) : -1;
+    const mark = height < row.top ? timeline.markNear(rank, time, 5 / layout.scale) : -1;
     if (mark >= 0) return { kind: "action", timeline, rank, cell: mark };
     if (time < 0 || time > timeline.makespan) return null;
     const cell = height >= row.top && height < row.top + layout.bar ? timeline.actionAt(rank, time) : -1;
@@ -154,7 +154,7 @@ class Page {
   selectNext(direction) {
     const timeline = this.selected?.timeline ?? this.timelines[0];
     const { cell } = timeline.rows[this.selected ? timeline.rank[this.selected.cell] : 0].blocks;
-    const place = this.selected ? cell.indexOf(this.selected.cell) + direction : 0;
+    const place = this.selected ? nextPlace(cell, this.selected.cell, direction) : 0;
     if (place < 0 || place >= cell.length) return;
     this.select(timeline, cell[place]);
     const middle = (timeline.start[cell[place]] + timeline.end[cell[place]]) / 2;
@@ -206,6 +206,14 @@ class Page {
     this.layout.fit();
     this.ask();
   }
+}
+
+/** The place of the next or previous block; what takes no time stands between two blocks. */
+function nextPlace(cell, selected, direction) {
+  const place = cell.indexOf(selected);
+  if (place >= 0) return place + direction;
+  const after = cell.findIndex((other) => other > selected);
+  return direction > 0 ? after : (after < 0 ? cell.length : after) - 1;
 }
 
 const page = new Page(JSON.parse(document.getElementById("facts").textContent));
