@@ -104,6 +104,73 @@ def test_one_file_that_says_what_the_timeline_does(show):
     assert timeline.idle_by_cause == {"order": 12, "drained": 12, "activation": 6, "gradient": 6}
 
 
+def shares(timeline, rank, begin, end):
+    """Which shares of an interval a rank spends with forwards, with backwards, and idle."""
+    time = {"F": 0.0, "B": 0.0}
+    for span in timeline.spans:
+        if span.rank == rank:
+            time[span.action.computation_type.value] += max(0.0, min(span.end, end) - max(span.start, begin))
+    busy = [part / (end - begin) for part in time.values()]
+    return [*busy, 1 - sum(busy)]
+
+
+def drawn_shares(page, timeline, rank, column):
+    """What a column of pixels shows of forwards and backwards, and that each stands in one piece, forwards lowest."""
+    bar = page.evaluate("penstock.bar")
+    box = page.locator("#canvas").bounding_box()
+    cell = next(number for number, span in enumerate(timeline.spans) if span.rank == rank)
+    top = page.evaluate("(cell) => penstock.placeOf(0, cell)[1]", cell) - bar / 2
+    x = box["x"] + (column["left"] + column["right"]) / 2
+    colours = [colour_at(page, x, top + line) for line in range(int(bar))]
+    forwards, backwards = (colours.count(LOOKS[look].colour) for look in "FB")
+    assert set(colours[int(bar) - forwards :]) <= {LOOKS["F"].colour}
+    assert set(colours[int(bar) - forwards - backwards : int(bar) - forwards]) <= {LOOKS["B"].colour}
+    return [forwards / bar, backwards / bar, 1 - (forwards + backwards) / bar]
+
+
+@pytest.mark.parametrize("zooms", [0, 1, 2, 3])
+@pytest.mark.parametrize("density", [1, 2])
+def test_columns_show_the_true_shares_of_what_is_too_narrow(show, density, zooms):
+    timeline = one_f_one_b(ranks=8, microbatches=800)
+    page = show(timeline, density=density)
+    for _ in range(zooms):
+        page.keyboard.press("+")
+    settle(page)
+    begin, end = page.evaluate("penstock.range")
+    times = [begin + (end - begin) * share for share in (0.1, 0.42, 0.5, 0.61)]
+    for rank in (0, 1, 3):
+        for time in [*times, *([1, 12, timeline.makespan - 20, timeline.makespan - 1e-3] if zooms == 0 else [])]:
+            column = page.evaluate("([rank, time]) => penstock.columnAt(0, rank, time)", [rank, time])
+            assert 2 <= column["right"] - column["left"] < 10 or column["end"] == timeline.makespan
+            wanted = shares(timeline, rank, column["begin"], column["end"])
+            found = drawn_shares(page, timeline, rank, column)
+            assert found == pytest.approx(wanted, abs=1.1 / page.evaluate("penstock.bar")), (rank, time)
+
+
+def test_equal_load_looks_equal(show):
+    timeline = one_f_one_b(ranks=8, microbatches=800)
+    page = show(timeline)
+    bar = page.evaluate("penstock.bar")
+    seen = set()
+    for action in ("0F300", "1F300", "3F300"):
+        x, y = place_of(page, timeline, action)
+        for line in range(-int(bar / 2) + 1, int(bar / 2) - 1, 4):
+            seen.add((line, *{colour_at(page, x + step, y + line) for step in range(-20, 20)}))
+    assert {len(colours) for colours in seen} == {2}, "no stripes"
+    assert len({line for line, *_ in seen}) == len(seen), "and no differences between ranks"
+
+
+def test_nothing_is_drawn_before_the_start_nor_after_the_end(show):
+    timeline = one_f_one_b(ranks=8, microbatches=800)
+    page = show(timeline)
+    paper = colour_at(
+        page, *page.evaluate("[penstock.placeOf(0, 0)[0] - 3, penstock.placeOf(0, 0)[1] + penstock.bar / 2 - 2]")
+    )
+    assert paper == "#ffffff"
+    x, y = place_of(page, timeline, "0B799")
+    assert colour_at(page, x + 5, y + 8) == "#ffffff"
+
+
 @pytest.mark.parametrize("density", [1, 2])
 def test_blocks_have_the_colours_of_their_types(show, density):
     timeline = simulate(build("ZB-H1", ranks=2, microbatches=4))

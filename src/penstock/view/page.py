@@ -29,6 +29,7 @@ _SCRIPTS: Final = (
     "timeline.js",
     "layout.js",
     "brushes.js",
+    "columns.js",
     "blocks.js",
     "memory.js",
     "lines.js",

@@ -1,87 +1,41 @@
-// The blocks of a row: what its rank runs, and why it is idle. What is narrower than a pixel is drawn as shares of one.
+// The blocks of a row: what its rank runs, and why it is idle.
 
-/** How wide the columns are into which narrow blocks are gathered. */
-const COLUMN = 2;
-
-/** Narrow blocks, gathered column by column: how long each kind runs there. */
-class Column {
-  constructor(kinds, left) {
-    this.left = left;
-    this.total = new Float64Array(kinds);
-    this.x = NaN;
-  }
-
-  /** Add to the column at x; what the one before holds is drawn first. */
-  add(x, kind, time, draw) {
-    const column = this.left + Math.floor((x - this.left) / COLUMN) * COLUMN;
-    if (column !== this.x) this.flush(draw, column);
-    this.total[kind] += time;
-  }
-
-  flush(draw, next = NaN) {
-    if (!Number.isNaN(this.x)) draw(this.x, this.total);
-    this.total.fill(0);
-    this.x = next;
-  }
-}
-
-/** Call `wide` for each interval in view that can be seen, and `narrow` for columns of those that cannot. */
-function drawIntervals(layout, { start, end, begin, stop, kindOf, kinds }, wide, narrow) {
-  const column = new Column(kinds, layout.left);
-  let place = Math.max(firstAbove(start, layout.from, begin, stop) - 1, begin);
-  for (; place < stop && start[place] <= layout.to; place++) {
-    if (end[place] < layout.from) continue;
-    const x = layout.x(start[place]);
-    const width = (end[place] - start[place]) * layout.scale;
-    if (width >= 1) wide(place, x, width);
-    else column.add(x, kindOf(place), end[place] - start[place], narrow);
-  }
-  column.flush(narrow);
-}
-
-/** The part of an interval that is in view, on whole pixels of the device. */
-function onPixels(layout, x, width, density) {
-  const left = Math.max(Math.round(x * density) / density, layout.left - 4);
-  const right = Math.min(Math.round((x + width) * density) / density, layout.width);
-  return [left, Math.max(right - left, 0)];
-}
-
-function drawWaits({ context, layout, brushes, density, drawn }, row) {
-  const { first, start, end, cause } = row.timeline.waits;
-  const facts = { start, end, begin: first[row.rank], stop: first[row.rank + 1], kindOf: (place) => cause[place], kinds: brushes.causes.length };
-  const fill = (kind, left, width) => {
-    context.fillStyle = brushes.patterns[kind];
-    context.fillRect(left, row.top, width, layout.bar);
-    drawn.waits++;
-  };
-  const wide = (place, x, width) => fill(cause[place], ...onPixels(layout, x, width, density));
-  const narrow = (x, total) => fill(total.indexOf(Math.max(...total)), x, COLUMN);
-  drawIntervals(layout, facts, wide, narrow);
-}
-
-function drawBlocks(canvas, row, looks) {
-  const { context, layout, density, drawn } = canvas;
-  const { timeline, rank } = row;
-  const { cell, start, end } = timeline.rows[rank].blocks;
-  const facts = { start, end, begin: 0, stop: cell.length, kindOf: (place) => timeline.look[cell[place]], kinds: looks.length };
-  const wide = (place, x, width) => {
-    const [left, seen] = onPixels(layout, x, width, density);
-    drawBlock(canvas, row, looks[timeline.look[cell[place]]], left, seen);
-    if (seen > 15) drawLabel(canvas, row, looks[timeline.look[cell[place]]], timeline.name[cell[place]], left, seen);
-  };
-  const narrow = (x, total) => {
-    let bottom = row.top + layout.bar;
-    for (let kind = 0; kind < total.length; kind++) {
-      if (!total[kind]) continue;
-      const height = Math.min(layout.bar * total[kind] * layout.scale / COLUMN, bottom - row.top);
-      context.fillStyle = looks[kind].colour;
-      context.fillRect(x, bottom - height, COLUMN, height);
-      bottom -= height;
-      drawn.blocks++;
-    }
-  };
-  drawIntervals(layout, facts, wide, narrow);
+/** Everything that a rank does, and all that it waits for; what is too narrow to be seen stands in columns. */
+function drawRow(canvas, row, looks) {
+  const columns = new Columns(canvas, row.timeline, looks.length + canvas.causes.length);
+  row.columns = columns;
+  const waits = waitsOf(row, looks.length);
+  const runs = runsOf(row);
+  columns.gather(waits);
+  columns.gather(runs);
+  columns.drawWide(waits, (place, left, width) => drawWait(canvas, row, row.timeline.waits.cause[place], left, width));
+  columns.drawWide(runs, (place, left, width) => drawRun(canvas, row, looks, runs.cell[place], left, width));
+  columns.eachUsed(canvas.layout.from - columns.slice, canvas.layout.time(canvas.layout.width), (column) => drawColumn(canvas, row, looks, column));
   drawMarks(canvas, row, looks);
+}
+
+/** The idle intervals of a row; their kinds follow those of the looks. */
+function waitsOf({ timeline, rank }, looks) {
+  const { first, start, end, cause } = timeline.waits;
+  return { start, end, begin: first[rank], stop: first[rank + 1], kindOf: (place) => looks + cause[place] };
+}
+
+function runsOf({ timeline, rank }) {
+  const { cell, start, end } = timeline.rows[rank].blocks;
+  return { cell, start, end, begin: 0, stop: cell.length, kindOf: (place) => timeline.look[cell[place]] };
+}
+
+function drawWait({ context, layout, brushes, drawn }, row, cause, left, width) {
+  context.fillStyle = brushes.patterns[cause];
+  context.fillRect(left, row.top, width, layout.bar);
+  drawn.waits++;
+}
+
+function drawRun(canvas, row, looks, cell, left, width) {
+  const { timeline } = row;
+  const look = looks[timeline.look[cell]];
+  drawBlock(canvas, row, look, left, width);
+  if (width > 15) drawLabel(canvas, row, look, timeline.name[cell], left, width);
 }
 
 function drawBlock({ context, layout, drawn }, row, look, left, width) {

@@ -61,6 +61,7 @@ function edges(layout, timeline, source, target) {
 function drawChain(canvas, timeline, chain, colour, looks) {
   const { context, layout } = canvas;
   const path = new Path2D();
+  const lit = new Set();
   let before = -1;
   for (const cell of chain) {
     if (timeline.posted[cell]) continue;
@@ -68,7 +69,7 @@ function drawChain(canvas, timeline, chain, colour, looks) {
     before = cell;
     const row = canvas.rows.get(timeline.rank[cell] + timeline.number * 1e6);
     if (!row || timeline.end[cell] < layout.from || timeline.start[cell] > layout.to) continue;
-    drawLit(canvas, row, looks, cell, colour);
+    drawLit(canvas, row, looks, cell, colour, lit);
   }
   context.strokeStyle = colour;
   context.lineWidth = 1.75;
@@ -90,22 +91,23 @@ function joinBlocks(layout, timeline, one, other, path) {
   }
 }
 
-/** An action in full colour: a mark if it takes no time, else its block in a frame. */
-function drawLit(canvas, row, looks, cell, colour, dashes = []) {
-  const { layout, density } = canvas;
-  const { timeline } = row;
-  const look = looks[timeline.look[cell]];
-  const x = layout.x(timeline.start[cell]);
-  const length = timeline.end[cell] - timeline.start[cell];
-  if (length <= 0) return drawMark(canvas, row, look, x);
-  const [left, width] = onPixels(layout, x, Math.max(length * layout.scale, 1), density);
-  return drawFramed(canvas, row, look, timeline.name[cell], left, width, colour, dashes);
+/** An action in full colour: a mark if it takes no time, a block in a frame, or each column that it is in, once. */
+function drawLit(canvas, row, looks, cell, colour, lit, dashes = []) {
+  const { timeline, columns } = row;
+  const [start, end] = [timeline.start[cell], timeline.end[cell]];
+  if (end <= start) return drawMark(canvas, row, looks[timeline.look[cell]], canvas.layout.x(start));
+  columns.eachUsed(start, end, (column) => {
+    const place = `${timeline.number} ${row.rank} ${column}`;
+    if (!lit.has(place)) drawColumn(canvas, row, looks, column);
+    lit.add(place);
+  });
+  const [left, width] = end - start < columns.narrow ? [0, 0] : columns.part(start, end);
+  return width > 0 && drawFramed(canvas, row, looks, cell, left, width, colour, dashes);
 }
 
-function drawFramed(canvas, row, look, name, left, width, colour, dashes) {
+function drawFramed(canvas, row, looks, cell, left, width, colour, dashes) {
   const { context, layout } = canvas;
-  drawBlock(canvas, row, look, left, width);
-  if (width > 15) drawLabel(canvas, row, look, name, left, width);
+  drawRun(canvas, row, looks, cell, left, width);
   if (width <= 3) return;
   context.strokeStyle = colour;
   context.lineWidth = 2;
@@ -133,11 +135,12 @@ function drawRing({ context, layout, brushes, rows }, timeline, cell) {
 function drawDependents(canvas, timeline, cell, dependents, looks) {
   const { context, layout, brushes } = canvas;
   const path = new Path2D();
+  const lit = new Set();
   for (const other of dependents) {
     joinBlocks(layout, timeline, cell, other, path);
     const row = canvas.rows.get(timeline.rank[other] + timeline.number * 1e6);
     if (!row || timeline.end[other] < layout.from || timeline.start[other] > layout.to) continue;
-    drawLit(canvas, row, looks, other, brushes.ink, [4, 3]);
+    drawLit(canvas, row, looks, other, brushes.ink, lit, [4, 3]);
   }
   context.strokeStyle = brushes.ink;
   context.lineWidth = 1.25;

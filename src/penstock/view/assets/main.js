@@ -80,8 +80,7 @@ class Page {
     context.font = `11px ${FONT}`;
     for (const row of rows) {
       context.globalAlpha = faded;
-      drawWaits(this, row);
-      drawBlocks(this, row, this.looks);
+      drawRow(this, row, this.looks);
       context.globalAlpha = 1;
       if (shown.memory) drawMemory(this, row, this.most, this.limit);
     }
@@ -220,7 +219,7 @@ const page = new Page(JSON.parse(document.getElementById("facts").textContent));
 
 // For tests, to be read only: the times in view; the action under the pointer and the selected one as [timeline, cell];
 // what is lit up with it, as numbers of cells; what is switched on; how much the last frame drew and how long that took;
-// how high the bars are, and where on the window the middle of an action is.
+// how high the bars are; the column that a time of a rank is in; where on the window the middle of an action is.
 window.penstock = {
   get range() { return [page.layout.from, page.layout.to]; },
   get hovered() { return page.hovered && { ...page.hovered, timeline: page.hovered.timeline.number }; },
@@ -231,6 +230,11 @@ window.penstock = {
   get shown() { return { ...page.shown }; },
   get drawn() { return { ...page.drawn }; },
   get bar() { return page.layout.bar; },
+  columnAt(number, rank, time) {
+    const { columns } = page.layout.rowOf(page.timelines[number], rank);
+    const column = columns.columnAt(time);
+    return { begin: columns.begin(column), end: columns.begin(column + 1), left: columns.edge(column), right: columns.edge(column + 1) };
+  },
   placeOf(number, cell) {
     const timeline = page.timelines[number];
     const { left, top } = page.canvas.getBoundingClientRect();

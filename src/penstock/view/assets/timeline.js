@@ -23,6 +23,11 @@ class Timeline {
     this.memory = facts.memory.map(({ time, value }) => ({ time: Float64Array.from(time), value: Float64Array.from(value) }));
     this.rank = new Int32Array(this.count);
     this.rows = Array.from({ length: facts.ranks }, (_, rank) => this.rowOf(rank));
+    const busy = this.rows.map(({ blocks }) => lengthOf(blocks));
+    const blocks = this.rows.reduce((sum, row) => sum + row.blocks.cell.length, 0);
+    this.meanBlock = busy.reduce((sum, time) => sum + time, 0) / blocks;
+    // The busiest rank sets the pace of all: how long it takes for a microbatch.
+    this.period = Math.max(...busy) / Math.max(facts.microbatches * facts.steps, 1);
   }
 
   /** What a rank runs itself, in order: what takes time, and what takes none. */
@@ -126,6 +131,12 @@ class Timeline {
 
 function withTimes(facts) {
   return { ...facts, start: Float64Array.from(facts.start), end: Float64Array.from(facts.end) };
+}
+
+function lengthOf({ start, end }) {
+  let sum = 0;
+  for (let place = 0; place < start.length; place++) sum += end[place] - start[place];
+  return sum;
 }
 
 function longest({ start, end }) {
