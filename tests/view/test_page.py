@@ -141,7 +141,7 @@ def test_columns_show_the_true_shares_of_what_is_too_narrow(show, density, zooms
     for rank in (0, 1, 3):
         for time in [*times, *([1, 12, timeline.makespan - 20, timeline.makespan - 1e-3] if zooms == 0 else [])]:
             column = page.evaluate("([rank, time]) => penstock.columnAt(0, rank, time)", [rank, time])
-            assert 2 <= column["right"] - column["left"] < 10 or column["end"] == timeline.makespan
+            assert 2 <= column["right"] - column["left"] < 16 or column["end"] == timeline.makespan
             wanted = shares(timeline, rank, column["begin"], column["end"])
             found = drawn_shares(page, timeline, rank, column)
             assert found == pytest.approx(wanted, abs=1.1 / page.evaluate("penstock.bar")), (rank, time)

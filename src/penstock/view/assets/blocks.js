@@ -10,7 +10,7 @@ function drawRow(canvas, row, looks) {
   columns.gather(runs);
   columns.drawWide(waits, (place, left, width) => drawWait(canvas, row, row.timeline.waits.cause[place], left, width));
   columns.drawWide(runs, (place, left, width) => drawRun(canvas, row, looks, runs.cell[place], left, width));
-  columns.eachUsed(canvas.layout.from - columns.slice, canvas.layout.time(canvas.layout.width), (column) => drawColumn(canvas, row, looks, column));
+  columns.eachUsed(columns.from, columns.to, (column) => drawColumn(canvas, row, looks, column));
   drawMarks(canvas, row, looks);
 }
 
@@ -40,13 +40,10 @@ function drawRun(canvas, row, looks, cell, left, width) {
 
 function drawBlock({ context, layout, drawn }, row, look, left, width) {
   context.fillStyle = look.colour;
-  if (width > 7) {
-    context.beginPath();
-    context.roundRect(left, row.top, width - 1, layout.bar, 2.5);
-    context.fill();
-  } else {
-    context.fillRect(left, row.top, width > 3 ? width - 1 : width, layout.bar);
-  }
+  const inset = row.columns.spaced && width > 3 ? 1 : 0;
+  context.beginPath();
+  context.roundRect(left, row.top, width - inset, layout.bar, inset && Math.min(width / 3, 2.5));
+  context.fill();
   drawn.blocks++;
 }
 

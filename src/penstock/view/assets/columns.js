@@ -1,7 +1,10 @@
 // Where blocks are too narrow to be seen one by one, columns of time show the exact shares of what runs in each.
 
 /** Below this mean width of the blocks, in pixels, single blocks are no longer drawn. */
-const READABLE = 2.5;
+const READABLE = 3;
+
+/** From this mean width on, there are gaps between blocks. */
+const SPACED = 8;
 
 /** What is wider than this many pixels, and than two columns, is drawn by itself all the same. */
 const NARROW = 2;
@@ -11,7 +14,7 @@ function sliceOf(layout, density, { meanBlock, period }) {
   if (!(meanBlock * layout.scale < READABLE)) return 1 / (density * layout.scale);
   // Whole periods: where the work repeats, all columns are equal, and none shows a pattern that is not there.
   const width = period * layout.scale;
-  return width < 4 ? Math.ceil(4 / width) * period : period / Math.max(Math.round(width / 6), 1);
+  return width < 4 ? Math.ceil(4 / width) * period : period / Math.max(Math.round(width / 10), 1);
 }
 
 /** The columns of a row; they begin at time 0, so that they move with what is in them. */
@@ -21,11 +24,14 @@ class Columns {
     this.density = density;
     this.kinds = kinds;
     this.slice = sliceOf(layout, density, timeline);
+    this.spaced = timeline.meanBlock * layout.scale >= SPACED;
     this.until = timeline.makespan;
     this.narrow = Math.max(NARROW / layout.scale, 2 * this.slice);
     this.origin = this.onPixel(layout.x(0));
-    this.first = this.columnAt(layout.time(0));
+    this.first = this.columnAt(layout.time(layout.left - 4));
     this.count = this.columnAt(layout.time(layout.width)) - this.first + 1;
+    this.from = this.first * this.slice;
+    this.to = this.from + this.count * this.slice;
     this.shares = null;
   }
 
@@ -52,12 +58,10 @@ class Columns {
     return this.x(this.begin(column));
   }
 
-  /** Call for each interval in view whether it is narrow, in order. */
+  /** Call for each interval in these columns whether it is narrow, in order. */
   each({ start, end, begin, stop }, visit) {
-    const { from, to } = this.layout;
-    const before = this.slice; // the columns at the sides reach a little further
-    let place = Math.max(firstAbove(start, from - before, begin, stop) - 1, begin);
-    for (; place < stop && start[place] <= to + before + 4 / this.layout.scale; place++) visit(place, end[place] - start[place] < this.narrow);
+    let place = Math.max(firstAbove(start, this.from, begin, stop) - 1, begin);
+    for (; place < stop && start[place] < this.to; place++) visit(place, end[place] - start[place] < this.narrow);
   }
 
   /** Add up what is narrow. */
