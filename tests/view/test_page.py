@@ -1,6 +1,7 @@
 """The page in a real browser: what it draws, what it says, how it moves, and that it is safe and fast."""
 
 import json
+import random
 import shutil
 import statistics
 
@@ -182,6 +183,24 @@ def test_blocks_have_the_colours_of_their_types(show, density):
     assert drawn["blocks"] == drawn["labels"] == len(timeline.spans)
     assert drawn["waits"] == len(timeline.waits)
     assert drawn["transfers"] == len(timeline.transfers)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_all_blocks_of_about_the_same_width_have_labels_or_none(show, noise):
+    chance = random.Random(7)
+    forward = [1 + noise * chance.random() for _ in range(12)]
+    backward = [2 + noise * chance.random() for _ in range(12)]
+    timeline = one_f_one_b(ranks=12, microbatches=12, forward=forward, backward=backward)
+    page = show(timeline, height=1500)
+    page.keyboard.press("m")
+    settle(page)
+    seen = []
+    for width in range(700, 1900, 25):
+        page.set_viewport_size({"width": width, "height": 1500})
+        settle(page)
+        seen.append(page.evaluate("penstock.drawn.labels"))
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 144, 288}, "none, those of the backwards, all"
 
 
 def test_overlaps_and_what_takes_no_time_are_drawn(show):

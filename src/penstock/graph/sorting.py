@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def order_by(*keys: Ints) -> Ints:
     """How to sort by the first key, then by the second, and so on; keys are not negative, and no two rows are equal.
 
-    One number made of all the keys is sorted several times faster than the keys one after the other. What the passes and
-    the graph sort comes as a few runs that are sorted already, and takes the time of their merge, which is linear.
+    One number made of all the keys is sorted several times faster than the keys one after the other. What the passes
+    and the graph sort comes as a few runs that are sorted already, and takes the time of their merge: that is linear.
     """
     sizes = [int(key.max(initial=0)) + 1 for key in keys]
     if sum(size.bit_length() for size in sizes) > 62:

@@ -30,6 +30,7 @@ _SCRIPTS: Final = (
     "layout.js",
     "brushes.js",
     "columns.js",
+    "labels.js",
     "blocks.js",
     "memory.js",
     "lines.js",

@@ -35,7 +35,7 @@ function drawRun(canvas, row, looks, cell, left, width) {
   const { timeline } = row;
   const look = looks[timeline.look[cell]];
   drawBlock(canvas, row, look, left, width);
-  if (width > 15) drawLabel(canvas, row, look, timeline.name[cell], left, width);
+  if (width > 15) drawLabel(canvas, row, look, cell, left, width);
 }
 
 function drawBlock({ context, layout, drawn }, row, look, left, width) {
@@ -45,23 +45,6 @@ function drawBlock({ context, layout, drawn }, row, look, left, width) {
   context.roundRect(left, row.top, width - inset, layout.bar, inset && Math.min(width / 3, 2.5));
   context.fill();
   drawn.blocks++;
-}
-
-/** The action in its block, if it fits: an overlap in two lines if they do. */
-function drawLabel(canvas, row, look, name, left, width) {
-  const { context, layout } = canvas;
-  const parts = name.startsWith("(") ? name.slice(1, name.indexOf(")")).split(";") : [name];
-  const lines = layout.bar >= 14 * parts.length ? parts : [parts.join(" ")];
-  const widest = Math.max(...lines.map((line) => canvas.widthOf(line)));
-  if (widest > width - 5 || layout.bar < 12) return;
-  context.fillStyle = look.ink;
-  context.textAlign = "center";
-  context.textBaseline = "middle";
-  lines.forEach((line, number) => {
-    const middle = row.top + layout.bar / 2 + 13 * (number - (lines.length - 1) / 2) + 0.5;
-    context.fillText(line, left + (width - 1) / 2, middle);
-    canvas.drawn.labels++;
-  });
 }
 
 /** What takes no time: a small triangle that points at its moment, one for all in the same place. */

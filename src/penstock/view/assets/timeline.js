@@ -25,6 +25,7 @@ class Timeline {
     this.rows = Array.from({ length: facts.ranks }, (_, rank) => this.rowOf(rank));
     const busy = this.rows.map(({ blocks }) => lengthOf(blocks));
     const blocks = this.rows.reduce((sum, row) => sum + row.blocks.cell.length, 0);
+    this.labels = new Labels(this);
     this.meanBlock = busy.reduce((sum, time) => sum + time, 0) / blocks;
     this.period = paceOf(this.rows[0].blocks, facts.microbatches * facts.steps) || Math.max(...busy);
   }
