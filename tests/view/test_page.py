@@ -195,7 +195,7 @@ def test_all_blocks_of_about_the_same_width_have_labels_or_none(show, noise):
     page.keyboard.press("m")
     settle(page)
     seen = []
-    for width in range(700, 1900, 25):
+    for width in range(700, 3500, 70):
         page.set_viewport_size({"width": width, "height": 1500})
         settle(page)
         seen.append(page.evaluate("penstock.drawn.labels"))
