@@ -1,4 +1,4 @@
-"""``penstock demo``: schedules built, drawn, lowered, proved and written, in a second."""
+"""``penstock demo``: schedules built, drawn, lowered, proved, simulated and written, in a second."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.cli.terminal import fitted, terminal
 from penstock.ir.formats import FORMATS, read
 from penstock.lowering.pipeline import lower
 from penstock.schedules.registry import build
+from penstock.simulation.simulate import simulate
 from penstock.verification.check import check, safe_models
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ class Facts(NamedTuple):
     safe_under: int
     models: int
     read_back_equal: bool
+    makespan: float
+    bubble_rate: float
+    peak_memory: float
 
     @property
     def good(self) -> bool:
@@ -43,7 +47,7 @@ class Facts(NamedTuple):
 
 
 def demo(machine: Json = False) -> None:
-    """Show three schedules and prove that they run.
+    """Show three schedules, prove that they run, and predict what they take.
 
     Example: penstock demo
     """
@@ -59,7 +63,8 @@ def demo(machine: Json = False) -> None:
         typer.echo(json.dumps([facts._asdict() for facts in seen], indent=2))
     else:
         console.print(
-            "Next: penstock show 1F1B, penstock check 1F1B, or in Python: import penstock as ps", soft_wrap=True
+            "Next: penstock compare, penstock view 1F1B ZBVZeroBubble, or in Python: import penstock as ps",
+            soft_wrap=True,
         )
     if not all(facts.good for facts in seen):
         raise typer.Exit(1)
@@ -74,7 +79,18 @@ def _facts(name: str, schedule: Schedule) -> Facts:
             lowered.write(path)
         same = all(read(path) == lowered for path in paths)
     findings = [str(finding) for finding in check(lowered)]
-    return Facts(name, sum(map(len, lowered.actions)), findings, sum(models.values()), len(models), same)
+    timeline = simulate(lowered)
+    return Facts(
+        name,
+        sum(map(len, lowered.actions)),
+        findings,
+        sum(models.values()),
+        len(models),
+        same,
+        timeline.makespan,
+        timeline.bubble_rate,
+        max(timeline.peak_memory),
+    )
 
 
 def _told(facts: Facts) -> str:
@@ -83,5 +99,7 @@ def _told(facts: Facts) -> str:
     files = "reads back equal from every format" if facts.read_back_equal else "does not read back equal"
     return (
         f"lowered to {facts.actions_when_lowered} actions: {runs}; "
-        f"safe under {facts.safe_under} of {facts.models} communication models; {files}"
+        f"safe under {facts.safe_under} of {facts.models} communication models; {files}; "
+        f"simulated with F, I and W of 1: makespan {facts.makespan:g}, {facts.bubble_rate:.1%} of it bubble, "
+        f"{facts.peak_memory:g} activations held at most"
     )
