@@ -461,6 +461,72 @@ def test_it_fits_a_narrow_window(show):
     assert page.evaluate("penstock.drawn.blocks") == 64
 
 
+def four(**costs):
+    built = [build(name, ranks=4, microbatches=8) for name in ("1F1B", "ZB-H1", "ZB-H2", "ZBVZeroBubble")]
+    return [simulate(lower(schedule), Costs(**costs)) for schedule in built]
+
+
+def test_the_figures_of_four_schedules_fit(show):
+    page = show(four(latency=0.2), width=1280, height=800)
+    facts = page.locator(".facts")
+    assert facts.evaluate("(facts) => facts.scrollWidth <= facts.clientWidth")
+    assert page.locator("#figures thead th").first.text_content() == "schedule4 ranks, 8 microbatches"
+    assert page.locator("#figures tbody th small").all_text_contents() == ["4 stages"] * 3 + ["8 stages"]
+
+
+def test_in_a_narrow_window_the_figures_scroll_beside_the_names(show):
+    page = show(four(latency=0.2), width=400, height=800)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    assert page.locator("header").bounding_box()["height"] < 0.4 * 800
+    name = page.locator("#figures tbody th").nth(3)
+    before = name.bounding_box()
+    facts = page.locator(".facts")
+    facts.evaluate("(facts) => { facts.scrollLeft = 1e6; }")
+    assert name.bounding_box() == before
+    last = page.locator("#figures tbody tr").nth(3).locator("td").last.bounding_box()
+    assert before["x"] + before["width"] < last["x"]
+    assert last["x"] + last["width"] <= 400
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_peaks_stay_inside(show, width):
+    page = show(one_f_one_b(activation=123_456.7), width=width)
+    ink = """(width) => {
+        const canvas = document.getElementById("canvas");
+        const copy = new OffscreenCanvas(width, canvas.height).getContext("2d");
+        copy.drawImage(canvas, 0, 0);
+        const { data } = copy.getImageData(0, 40, width, canvas.height - 40);
+        return data.some((part) => part !== 255);
+    }"""
+    assert not page.evaluate(ink, 4)
+    assert page.evaluate(ink, 60)
+
+
+def test_what_stands_beside_the_pointer_goes_when_the_view_changes(show):
+    timeline = one_f_one_b()
+    page = show(timeline)
+    x, y = place_of(page, timeline, "0F0")
+    for key in "mct":
+        page.mouse.move(x, y)
+        page.mouse.move(x + 2, y)
+        assert page.locator("#tooltip").is_visible()
+        page.keyboard.press(key)
+        assert page.locator("#tooltip").is_hidden()
+        assert page.evaluate("penstock.hovered") is None
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_bubble_and_idle_say_what_they_are(show, several):
+    timeline = one_f_one_b(forward=[1, 1, 1, 2])
+    page = show([timeline, timeline] if several else timeline)
+    said = {head.text_content(): head.get_attribute("title") for head in page.locator("#figures thead th").all()}
+    assert "(makespan - its busy time) / makespan" in said["bubble"]
+    assert "share of the time of all ranks" in said["idle"]
+    row = page.locator("#figures tbody tr").first.locator("td")
+    assert row.nth(2).get_attribute("title").startswith(said["bubble"])
+    assert row.nth(4).get_attribute("title") == said["idle"]
+
+
 def test_nothing_takes_time(show):
     timeline = simulate(build("1F1B", ranks=2, microbatches=2), Costs(forward=0, backward=0))
     page = show(timeline)

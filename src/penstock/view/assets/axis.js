@@ -40,6 +40,23 @@ function drawAxis({ context, layout, brushes }, { ticks, word }) {
   }
 }
 
+const NAME_FONT = `12px ${FONT}`;
+const PEAK_FONT = `10.5px ${FONT}`;
+
+function peakWords(peak) {
+  return `peak ${inWords(peak, 4)}`;
+}
+
+/** How wide the names of the ranks and their peaks are. */
+function widestName(context, timelines) {
+  const widthIn = (font, texts) => {
+    context.font = font;
+    return Math.max(0, ...[...new Set(texts)].map((text) => context.measureText(text).width));
+  };
+  const ranks = Math.max(...timelines.map((timeline) => timeline.ranks));
+  return Math.max(widthIn(NAME_FONT, [`rank ${ranks - 1}`]), widthIn(PEAK_FONT, timelines.flatMap((timeline) => timeline.peaks.map(peakWords))));
+}
+
 /** The names of the ranks, and under each how much it holds at most. */
 function drawNames({ context, layout, brushes, scrolled }, rows, limit) {
   context.fillStyle = brushes.paper;
@@ -47,14 +64,14 @@ function drawNames({ context, layout, brushes, scrolled }, rows, limit) {
   context.textAlign = "right";
   context.textBaseline = "middle";
   for (const row of rows) {
-    context.font = `12px ${FONT}`;
+    context.font = NAME_FONT;
     context.fillStyle = brushes.ink;
     context.fillText(`rank ${row.rank}`, layout.left - 14, row.top + layout.bar / 2 + 0.5);
     if (!layout.memory) continue;
     const peak = row.timeline.peaks[row.rank];
-    context.font = `10.5px ${FONT}`;
+    context.font = PEAK_FONT;
     context.fillStyle = limit !== null && peak > limit ? brushes.warning : brushes.muted;
-    context.fillText(`peak ${inWords(peak, 4)}`, layout.left - 14, row.curve + layout.curve / 2 + 0.5);
+    context.fillText(peakWords(peak), layout.left - 14, row.curve + layout.curve / 2 + 0.5);
   }
 }
 

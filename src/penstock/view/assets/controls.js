@@ -32,7 +32,7 @@ const BUTTONS = {
 };
 
 function listen(page) {
-  for (const [name, act] of Object.entries(BUTTONS)) document.getElementById(name).addEventListener("click", () => act(page));
+  for (const [name, act] of Object.entries(BUTTONS)) document.getElementById(name).addEventListener("click", () => press(page, act));
   window.addEventListener("keydown", (event) => pressKey(page, event));
   page.canvas.addEventListener("wheel", (event) => turnWheel(page, event), { passive: false });
   listenToPointers(page);
@@ -48,6 +48,11 @@ function pressKey(page, event) {
   const act = KEYS[event.key] ?? KEYS[event.key.toLowerCase()];
   if (!act || (document.activeElement.matches(".facts") && event.key.startsWith("Arrow"))) return;
   event.preventDefault();
+  press(page, act);
+}
+
+function press(page, act) {
+  page.closeTooltip();
   act(page);
 }
 

@@ -1,5 +1,14 @@
 // The header: the title, a table of figures with a row for each timeline, and the legend.
 
+/** What each figure means. */
+const FIGURES = {
+  makespan: "from the start of the first action to the end of the last",
+  span: "the longest time from the first action of a rank to its last",
+  bubble: "how much longer it takes than the busiest rank works: (makespan - its busy time) / makespan",
+  "peak memory": "the most that a rank holds at any time",
+  idle: "how long ranks run nothing, all added up, and its share of the time of all ranks (makespan * ranks); it is more than the bubble if some ranks have less to do than the busiest",
+};
+
 /** What each cause of idle time means. */
 const MEANINGS = {
   activation: "another rank has not made the activation yet",
@@ -17,7 +26,7 @@ function fillHeader(page) {
   const { timelines } = page;
   const title = timelines.map((timeline) => timeline.title).join(", ");
   document.title = `${title}: timeline`;
-  document.getElementById("title").textContent = title;
+  Object.assign(document.getElementById("title"), { textContent: title, title });
   fillFigures(page);
   fillLegend(page);
 }
@@ -27,21 +36,23 @@ function fillFigures({ timelines, causes, limit }) {
   const sums = timelines.map((timeline) => timeline.idleByCause(causes));
   const shown = causes.map((_, number) => number).filter((number) => sums.some((sum) => sum[number] > 0));
   const columns = timelines.length > 1 ? shown : [];
-  const head = element("tr", {}, element("th", { scope: "col" }, "schedule"));
-  for (const word of ["makespan", "span", "bubble", "peak memory", "idle"]) head.append(element("th", { scope: "col" }, word));
+  const common = timelines.length > 1 ? sizesOf(timelines[0]).filter((size) => timelines.every((timeline) => sizesOf(timeline).includes(size))) : [];
+  const head = element("tr", {}, element("th", { scope: "col" }, "schedule", element("small", {}, common.join(", "))));
+  for (const [word, meaning] of Object.entries(FIGURES)) head.append(element("th", { scope: "col", title: meaning }, word));
   for (const number of columns) head.append(element("th", { scope: "col", title: MEANINGS[causes[number]] }, sampleOf(causes[number]), causes[number]));
   const body = element("tbody");
   timelines.forEach((timeline, number) => {
-    const row = figuresOf(timeline, limit);
+    const row = figuresOf(timeline, limit, common);
     const [sum, share] = idleWords(timeline, sums[number].reduce((all, time) => all + time, 0));
-    row.append(element("td", {}, sum, element("small", {}, share)));
+    row.append(element("td", { title: FIGURES.idle }, sum, element("small", {}, share)));
     for (const cause of columns) row.append(causeFigure(timeline, sums[number][cause]));
     body.append(row);
   });
   const figures = document.getElementById("figures");
   figures.replaceChildren(element("thead", {}, head), body);
+  figures.className = timelines.length > 1 ? "several" : "single";
   if (timelines.length > 1) return;
-  figures.className = "single"; // in a narrow window its figures wrap, each with its own label
+  // In a narrow window the figures of a single one wrap, each with its own label.
   [...body.rows[0].cells].forEach((cell, place) => cell.setAttribute("data-label", head.cells[place].textContent));
   fillCauses(timelines[0], causes, shown, sums[0]);
 }
@@ -70,18 +81,24 @@ function idleWords(timeline, sum) {
   return [inWords(sum), percent(whole ? sum / whole : 0)];
 }
 
-function figuresOf(timeline, limit) {
-  const sizes = [counted(timeline.ranks, "rank"), counted(timeline.stages, "stage"), counted(timeline.microbatches, "microbatch", "microbatches")];
-  if (timeline.steps > 1) sizes.push(counted(timeline.steps, "step"));
+function sizesOf({ ranks, stages, microbatches, steps }) {
+  const sizes = [counted(ranks, "rank"), counted(stages, "stage"), counted(microbatches, "microbatch", "microbatches")];
+  return steps > 1 ? [...sizes, counted(steps, "step")] : sizes;
+}
+
+/** The figures of a timeline; the sizes that are common to all are not repeated. */
+function figuresOf(timeline, limit, common) {
+  const sizes = sizesOf(timeline);
+  const own = sizes.filter((size) => !common.includes(size));
   const peak = Math.max(...timeline.peaks);
   const over = limit !== null && peak > limit;
   const where = over ? `over ${inWords(limit)}` : `on rank ${timeline.peaks.indexOf(peak)}`;
   return element(
     "tr", {},
-    element("th", { scope: "row" }, element("span", { title: timeline.title }, timeline.title), element("small", {}, sizes.join(", "))),
+    element("th", { scope: "row" }, element("span", { title: `${timeline.title}: ${sizes.join(", ")}` }, timeline.title), element("small", {}, own.join(", "))),
     element("td", {}, inWords(timeline.makespan)),
     element("td", {}, inWords(timeline.span)),
-    element("td", { title: `of the span: ${percent(timeline.spanBubbleRate)}` }, percent(timeline.bubbleRate)),
+    element("td", { title: `${FIGURES.bubble}; of the span: ${percent(timeline.spanBubbleRate)}` }, percent(timeline.bubbleRate)),
     element("td", { class: over ? "over" : "" }, inWords(peak), element("small", {}, where)),
   );
 }

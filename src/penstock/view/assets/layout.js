@@ -16,12 +16,12 @@ class Layout {
     this.fit();
   }
 
-  /** Lay the rows out for a size; they grow until they fill it, and shrink until they would be too small to read. */
-  resize(width, height, memory) {
+  /** Lay the rows out for a size; they grow until they fill it, and shrink until they would be too small to read. `names` is how wide their names are. */
+  resize(width, height, memory, names) {
     Object.assign(this, { width, height, memory });
     const ranks = this.timelines.reduce((sum, timeline) => sum + timeline.ranks, 0);
     const digits = String(Math.max(...this.timelines.map((timeline) => timeline.ranks)) - 1).length;
-    this.left = (width < 640 ? 52 : 72) + 7 * digits;
+    this.left = Math.max((width < 640 ? 52 : 72) + 7 * digits, Math.ceil(names) + 20);
     this.right = width - 20;
     const several = this.timelines.length > 1;
     const free = height - AXIS - 8 - (several ? TITLE * this.timelines.length : 10);

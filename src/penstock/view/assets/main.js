@@ -36,7 +36,7 @@ class Page {
     this.canvas.width = Math.round(width * this.density);
     this.canvas.height = Math.round(height * this.density);
     this.canvas.style.height = `${height}px`;
-    this.layout.resize(width, height, this.shown.memory);
+    this.layout.resize(width, height, this.shown.memory, widestName(this.context, this.timelines));
     document.getElementById("tall").style.height = `${this.layout.tall}px`;
     this.refresh();
   }
@@ -137,6 +137,12 @@ class Page {
     this.hovered = this.pointer = null;
     this.tooltip.hidden = true;
     this.ask();
+  }
+
+  /** What stands beside the pointer is about the view as it was. */
+  closeTooltip() {
+    this.hovered = null;
+    this.tooltip.hidden = true;
   }
 
   click() {
