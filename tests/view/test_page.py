@@ -13,6 +13,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
 from penstock.schedules.registry import build
 from penstock.simulation.costs import Costs
+from penstock.simulation.idle import CAUSES
 from penstock.simulation.simulate import simulate
 from penstock.view.page import page_of, write_page
 from penstock.view.palette import LOOKS
@@ -434,6 +435,25 @@ def test_it_follows_the_theme_and_the_switch(show):
     page.locator("#theme").click()
     settle(page)
     assert colour_at(page, *corner) == "#ffffff"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_every_cause_of_idle_time_is_hatched_its_own_way(show, dark):
+    costs = Costs(latency=0.6, dispatch=0.5, bandwidth=4, activation_bytes=4)
+    timeline = simulate(lower(build("1F1B", ranks=4, microbatches=4)), costs, steps=2)
+    page = show(timeline, dark=dark)
+    assert set(timeline.idle_by_cause) == set(CAUSES) - {"lane"}
+    samples = page.locator("#causes canvas").evaluate_all("(samples) => samples.map((sample) => sample.toDataURL())")
+    assert len(set(samples)) == len(timeline.idle_by_cause)
+    said = page.locator("#causes li[title]").evaluate_all("(causes) => causes.map((cause) => cause.title)")
+    assert len(set(said)) == len(timeline.idle_by_cause)
+    assert "another rank has made what is needed, but not sent it yet" in said
+
+
+def test_every_cause_has_a_colour_in_both_themes():
+    text = page_of([one_f_one_b()], titles=None, memory_limit=None)
+    for cause in CAUSES:
+        assert text.count(f"--wait-{cause}: #") == 2, cause
 
 
 def test_help_opens_and_closes(show):

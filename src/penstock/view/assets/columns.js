@@ -4,7 +4,7 @@
 const READABLE = 3;
 
 /** From this mean width on, there are gaps between blocks. */
-const SPACED = 8;
+const SPACED = 5;
 
 /** What is wider than this many pixels, and than two columns, is drawn by itself all the same. */
 const NARROW = 2;
