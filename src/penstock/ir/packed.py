@@ -41,6 +41,7 @@ _COMPUTE_OR_IDLE: Final = np.array([kind is None or kind in COMPUTE for kind in 
 _IS_COMPUTE: Final = np.array([kind in COMPUTE for kind in _TYPES] + [False] * 3)
 _HAS_MICROBATCH: Final = np.array([kind is not None and kind not in SHARDING for kind in _TYPES] + [False] * 3)
 _MICROBATCH_BITS: Final = _MICROBATCH_MASK << _MICROBATCH_SHIFT
+_BLOCK: Final = 1 << 15
 _IS_ACTION_OR_IDLE: Final = np.array([kind is not OVERLAP_F_B for kind in _TYPES] + [False] * 3)
 
 
@@ -136,18 +137,23 @@ def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
 
 def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
     """Whether these codes, whose ranks begin at the offsets, stand for actions, and for overlaps of compute actions."""
-    kinds = types(codes)
-    if codes.min(initial=0) < 0 or (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS > 0)).any():
+    blocks = range(0, len(codes), _BLOCK)  # which fit into the caches, with all that is made of them
+    if not all(_are_actions(codes[begin : begin + _BLOCK]) for begin in blocks):
         return False
-    if not _IS_ACTION_OR_IDLE[kinds].all():
-        return False
-    together = (codes & JOINED).nonzero()[0]
-    if not len(together):
+    if not any((codes[begin : begin + _BLOCK] & JOINED).any() for begin in blocks):
         return True
+    together, kinds = (codes & JOINED).nonzero()[0], types(codes)
     begins_a_row = codes[offsets[:-1][offsets[:-1] < len(codes)]] & JOINED
     if begins_a_row.any():
         return False
     return bool(_IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
+
+
+def _are_actions(codes: Codes) -> bool:
+    kinds = types(codes)
+    if codes.min(initial=0) < 0 or (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS > 0)).any():
+        return False
+    return bool(_IS_ACTION_OR_IDLE[kinds].all())
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from penstock.graph.sorting import order_by
 from penstock.graph.walk import UNREACHED, longest_path
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFERS
-from penstock.lowering.rows import rebuilt, without_idle
+from penstock.lowering.rows import without_idle
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -64,7 +64,8 @@ def in_turns(schedule: Schedule) -> tuple[Schedule, NDArray[np.int64]]:
     rank_of, turn_of, place_of = np.concatenate(ranks), np.concatenate(turns), np.concatenate(places)
     order = order_by(rank_of, turn_of, place_of)
     when = turn_of * (len(leaves) + 1) + np.maximum(place_of - (len(leaves) - 1), 0)
-    return rebuilt(schedule, np.concatenate(codes)[order], rank_of[order]), when[order]
+    offsets = np.append(0, np.cumsum(np.bincount(rank_of, minlength=schedule.ranks)))
+    return schedule.with_codes(np.concatenate(codes)[order], offsets), when[order]
 
 
 def _rounds(leaves: Leaves) -> NDArray[np.int64]:
