@@ -14,10 +14,10 @@ from penstock.ir.actions import (
     FORWARD,
     FULL_BACKWARD,
     OVERLAP_F_B,
-    SHARDING,
     ComputationType,
 )
 from penstock.ir.alignment import unit_steps
+from penstock.view.palette import IDLE, LOOKS, look_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,21 +25,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import Action
     from penstock.ir.schedule import Schedule
 
-_COMPUTE_STYLES: Final = {
-    FORWARD: "bold blue",
-    FULL_BACKWARD: "bold green",
-    BACKWARD_INPUT: "bold cyan",
-    BACKWARD_WEIGHT: "yellow",
-}
-_SHARDING_STYLE: Final = "red"
-_TRANSFER_STYLE: Final = "magenta"
-_IDLE_STYLE: Final = "dim"
-_LEGEND: Final = {
-    FORWARD: "forward",
-    FULL_BACKWARD: "backward",
-    BACKWARD_INPUT: "input gradient",
-    BACKWARD_WEIGHT: "weight gradient",
-}
+_IDLE_STYLE: Final = LOOKS[IDLE].terminal
 
 
 class Picture:
@@ -92,9 +78,9 @@ def legend(schedule: Schedule) -> Text:
     """What the letters in the picture mean, for those that are in it."""
     present = {leaf.computation_type for row in schedule.actions for cell in row if cell for leaf in cell.leaves}
     text = Text("# ")
-    for kind, meaning in _LEGEND.items():
+    for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
         if kind in present:
-            text.append(f"{kind}", _style(kind)).append(f" {meaning}   ")
+            text.append(f"{kind}", _style(kind)).append(f" {LOOKS[look_name(kind)].meaning}   ")
     return text.append(grid.IDLE, _IDLE_STYLE).append(" idle")
 
 
@@ -135,4 +121,4 @@ def _cell(cell: Action | None) -> Text:
 
 
 def _style(kind: ComputationType) -> str:
-    return _COMPUTE_STYLES.get(kind, _SHARDING_STYLE if kind in SHARDING else _TRANSFER_STYLE)
+    return LOOKS[look_name(kind)].terminal

@@ -179,6 +179,8 @@ class Costs:
         text = _by_suffix(path, {".toml": _as_toml, ".json": _as_json}, WriteError)(self.to_dict())
         try:
             replace(path, text)
+        except WriteError as fact:
+            raise WriteError(f"{path} {fact}") from None
         except OSError as error:
             raise WriteError(f"{path} cannot be written: {error.strerror}") from None
 

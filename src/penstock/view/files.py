@@ -1,13 +1,12 @@
-"""Files that appear as a whole, of any size."""
+"""Files that pictures are written to: as a whole, of any size, with the path in every error."""
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager, suppress
-from secrets import token_hex
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from penstock.errors import WriteError
+from penstock.ir.formats import files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,28 +16,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the name when it is complete; if that fails, what was there stays.
-
-    A link is followed, not replaced.
-    """
+    """A file to write to, which takes the name when it is complete; if that fails, what was there stays."""
     try:
-        target = path.resolve()
-        if target.exists() and not target.is_file():
-            what = "Is a directory" if target.is_dir() else "is not a file that can be replaced"
-            raise WriteError(f"{path} cannot be written: {what}")
-        temporary = target.parent / f".penstock-{os.getpid()}-{token_hex(4)}.part"
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            if target.exists():
-                temporary.chmod(target.stat().st_mode & 0o777)
-            temporary.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with files.replacing(path) as file:
+            yield file
+    except WriteError as fact:
+        raise WriteError(f"{path} {fact}") from None
     except OSError as error:
         raise WriteError(f"{path} cannot be written: {error.strerror or error}") from None

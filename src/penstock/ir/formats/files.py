@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from secrets import token_hex
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import FormatError, WriteError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+    from typing import BinaryIO
 
 #: Far above any real schedule, far below what would exhaust a machine.
 LARGEST_FILE: Final = 1 << 26
@@ -33,10 +35,17 @@ def read_text(path: Path) -> str:
 
 
 def replace(path: Path, content: str) -> None:
-    """Put the content into a new file beside the old one, then give it the name. A link is followed, not replaced."""
+    """Put the content into the file, all of it or nothing; of a size that can be read again."""
     data = content.encode()
     if len(data) > LARGEST_FILE:
         raise WriteError(f"it would be larger than {LARGEST_FILE >> 20} MiB, and could not be read again")
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file beside the old one, which takes its name when it is complete. A link is followed, not replaced."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         raise WriteError("cannot be written: Is a directory" if path.is_dir() else "is not a file that can be replaced")
@@ -44,7 +53,7 @@ def replace(path: Path, content: str) -> None:
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
