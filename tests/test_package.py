@@ -26,17 +26,23 @@ PUBLIC = [
     "Finding",
     "FormatError",
     "LANES",
+    "MetadataError",
+    "MicrobatchError",
     "ModelError",
     "PenstockError",
     "Placement",
     "PlacementError",
     "ReadError",
+    "RunError",
     "Samples",
     "Schedule",
     "ScheduleError",
     "ScheduleSyntaxError",
     "SizeError",
+    "StageError",
+    "StepError",
     "Timeline",
+    "TransportError",
     "UnknownScheduleError",
     "VerificationError",
     "WriteError",
@@ -129,6 +135,12 @@ EXAMPLES = [
     errors.FormatError("told", path="it.csv", row=1, cell=2),
     errors.ScheduleSyntaxError("told", text="2Q1", row=1, cell=2),
     errors.WriteError("told"),
+    errors.RunError("told"),
+    errors.StageError("told", stage=3),
+    errors.MicrobatchError("told", name="args[0]"),
+    errors.MetadataError("told"),
+    errors.TransportError("told", peer=1),
+    errors.StepError("told", rank=1, action="2F0", stage=2, microbatch=0, remote_traceback="Traceback"),
     errors.VerificationError(ps.check(ps.Schedule([["0B0", "0F0"]])), "a picture"),
 ]
 
@@ -141,8 +153,8 @@ def test_errors_go_between_processes(error):
     assert again.__dict__.keys() == error.__dict__.keys()
 
 
-#: What a file imports when it is asked for, and says how to install if it is not there.
-_OPTIONAL = {"chart.py": {"matplotlib"}}
+#: What a file or a layer imports when it is asked for, and says how to install if it is not there.
+_OPTIONAL = {"chart.py": {"matplotlib"}, "runtime": {"torch"}}
 
 
 def test_what_is_imported_is_declared():
@@ -155,7 +167,8 @@ def test_what_is_imported_is_declared():
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         foreign = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names) - {"penstock"}
-        assert foreign <= declared | _OPTIONAL.get(path.name, set()), path
+        layer = path.relative_to(root / "src" / "penstock").parts[0]
+        assert foreign <= declared | _OPTIONAL.get(path.name, set()) | _OPTIONAL.get(layer, set()), path
 
 
 def test_torch_is_imported_only_in_its_layers():

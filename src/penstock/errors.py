@@ -14,7 +14,13 @@
     ├── ReadError                text or a file that cannot be understood       (also a ValueError)
     │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
     │   └── FormatError            a file that is damaged, too new, or not what its suffix says
-    └── WriteError               a schedule that cannot be written as asked     (also a ValueError)
+    ├── WriteError               a schedule that cannot be written as asked     (also a ValueError)
+    └── RunError                 what goes wrong when a pipeline is set up or run (also a RuntimeError)
+        ├── StageError             stages that do not fit the schedule, or each other
+        ├── MicrobatchError        a batch that cannot be split, or outputs that cannot be merged, as asked
+        ├── MetadataError          tensors on an edge are not what was agreed, or a description of them is damaged
+        ├── TransportError         an edge that does not come up, a connection that is lost
+        └── StepError              an action failed on some rank, or hangs: raised on every rank
 
 Each one carries the facts as attributes and puts them into words in ``str(error)``.
 """
@@ -196,3 +202,76 @@ class FormatError(ReadError):
 
 class WriteError(PenstockError, ValueError):
     """A schedule cannot be written as asked."""
+
+
+class RunError(PenstockError, RuntimeError):
+    """Something went wrong when a pipeline was set up or run."""
+
+
+class StageError(RunError):
+    """The stages do not fit the schedule, or each other.
+
+    Attributes:
+        stage: the stage in question, where one can be named.
+    """
+
+    def __init__(self, message: str, *, stage: int | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class MicrobatchError(RunError):
+    """A batch cannot be split, or outputs cannot be merged, as asked.
+
+    Attributes:
+        name: where the value is in the call, e.g. ``args[0]`` or ``kwargs['mask']``.
+    """
+
+    def __init__(self, message: str, *, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+class MetadataError(RunError):
+    """Tensors on an edge between stages are not what was agreed, or a description of them is damaged."""
+
+
+class TransportError(RunError):
+    """An edge between ranks does not come up, or a connection is lost.
+
+    Attributes:
+        peer: the rank at the other end, where one can be named.
+    """
+
+    def __init__(self, message: str, *, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class StepError(RunError):
+    """A step ended early on some rank; every rank raises this, with what happened there.
+
+    Attributes:
+        rank: where it happened.
+        action: the text form of the action that failed or hangs, e.g. ``2F0``, where there was one.
+        stage: the stage of that action.
+        microbatch: the microbatch of that action.
+        remote_traceback: the traceback on that rank, as text.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        action: str | None = None,
+        stage: int | None = None,
+        microbatch: int | None = None,
+        remote_traceback: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.action = action
+        self.stage = stage
+        self.microbatch = microbatch
+        self.remote_traceback = remote_traceback
