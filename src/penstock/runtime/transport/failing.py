@@ -1,0 +1,66 @@
+"""A failure, put into an exception and into words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from penstock.errors import StepError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.runtime.transport.protocol import Failure, Progress
+
+#: A longer chain of ranks tells nobody more.
+MOST_LINKS: Final = 12
+
+
+def step_error(failure: Failure) -> StepError:
+    """What every rank raises when a step has failed."""
+    return _error(failure, failure.message)
+
+
+def dead_error(failure: Failure) -> StepError:
+    """What every later call raises."""
+    return _error(failure, f"the pipeline has failed and must be rebuilt; what happened: {failure.message}")
+
+
+def _error(failure: Failure, message: str) -> StepError:
+    return StepError(
+        message,
+        rank=failure.rank,
+        action=failure.action,
+        stage=failure.stage,
+        microbatch=failure.microbatch,
+        remote_traceback=failure.traceback,
+    )
+
+
+def label_of(progress: Progress) -> str | None:
+    """The text of the operation under way; None between steps."""
+    index = progress.index
+    return progress.labels[index] if 0 <= index < len(progress.labels) else None
+
+
+def peer_of(progress: Progress) -> int | None:
+    """The rank that the operation under way may have to wait for."""
+    index = progress.index
+    return progress.peers[index] if 0 <= index < len(progress.peers) else None
+
+
+def chain(links: Sequence[tuple[int, str]], end: str) -> str:
+    """Who waits for whom, as a sentence.
+
+    >>> chain([(0, "0SEND_F1"), (1, "1RECV_F3")], "rank 0")
+    'rank 0 waits in 0SEND_F1 for rank 1, which waits in 1RECV_F3 for rank 0'
+
+    Args:
+        links: the ranks that wait, each with where it does; each waits for the next.
+        end: what the last of them waits for.
+    """
+    told = [
+        f"rank {rank} waits in {place} for " if number == 0 else f"rank {rank}, which waits in {place} for "
+        for number, (rank, place) in enumerate(links[:MOST_LINKS])
+    ]
+    skipped = f"{len(links) - MOST_LINKS} more ranks, and at last " if len(links) > MOST_LINKS else ""
+    return "".join(told) + skipped + end

@@ -1,0 +1,170 @@
+"""The lanes of a communication model: what has been posted, and what may end.
+
+No thread and no lock is in here: whoever uses it sees to it that one call is made at a time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.errors import MetadataError
+
+if TYPE_CHECKING:
+    from penstock.graph.models import CommModel
+
+    #: The rank that sends, the rank that receives, the tag.
+    Message = tuple[int, int, int]
+
+
+class Operation:
+    """A send or a receive that has been posted.
+
+    Attributes:
+        label: what its rank was at when it posted it.
+        ended: whether it is done, or never will be.
+        error: why it never will be.
+    """
+
+    __slots__ = ("ended", "error", "label", "peer", "rank", "sends", "tag", "tensor")
+
+    def __init__(self, rank: int, peer: int, tag: int, tensor: torch.Tensor, label: str | None, *, sends: bool) -> None:
+        self.rank = rank
+        self.peer = peer
+        self.tag = tag
+        self.tensor: torch.Tensor | None = tensor
+        self.label = label or f"a {'send to' if sends else 'receive from'} rank {peer} (tag {tag})"
+        self.sends = sends
+        self.ended = False
+        self.error: MetadataError | None = None
+
+    @property
+    def message(self) -> Message:
+        """What it sends or receives."""
+        return (self.rank, self.peer, self.tag) if self.sends else (self.peer, self.rank, self.tag)
+
+
+class Lanes:
+    """Queues of operations. The head of each may end, as the model says; what is behind it waits."""
+
+    def __init__(self, model: CommModel) -> None:
+        self.model = model
+        self._queues: dict[object, deque[Operation]] = defaultdict(deque)
+        self._sent: dict[Message, deque[torch.Tensor]] = defaultdict(deque)
+        self._under_way: dict[tuple[int, int], list[Message]] = defaultdict(list)
+
+    def post(self, operation: Operation) -> list[Operation]:
+        """Put an operation into its lane; returns all that end by that."""
+        queue = self._queue(operation.rank, operation.peer, operation.tag, sends=operation.sends)
+        queue.append(operation)
+        ended: list[Operation] = []
+        queues = [queue] if queue[0] is operation else []
+        while queues:
+            queue = queues.pop()
+            if queue:
+                queues += self._move(queue, ended)
+        return ended
+
+    def head(self, operation: Operation) -> Operation:
+        """What is first in the lane of an operation; itself, if it is."""
+        return self._queue(operation.rank, operation.peer, operation.tag, sends=operation.sends)[0]
+
+    def awaited(self, head: Operation) -> Operation | None:
+        """The operation of the other rank that the head of a lane waits for; None if that has not been posted."""
+        source, target, tag = self._under_way[head.rank, head.peer][0] if self.is_full(head) else head.message
+        receives = head.sends
+        rank, peer = (target, source) if receives else (source, target)
+        for other in self._queue(rank, peer, tag, sends=not receives):
+            if other.message == (source, target, tag) and other.sends != receives:
+                return other
+        return None
+
+    def is_full(self, head: Operation) -> bool:
+        """Whether the head of a lane is a send that waits for room."""
+        return head.sends and bool(self.model.capacity) and not self._has_room(head.rank, head.peer)
+
+    def _queue(self, rank: int, peer: int, tag: int, *, sends: bool) -> deque[Operation]:
+        lanes = self.model.lanes
+        if lanes == "rank":
+            return self._queues[rank]
+        if lanes == "pair":
+            return self._queues[rank, peer]
+        if lanes == "direction":
+            return self._queues[rank, peer, sends]
+        return self._queues[rank, peer, sends, tag]
+
+    def _move(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+        """End the head of a lane if it can; returns the lanes that may move by that."""
+        if self.model.capacity == 0:
+            return self._meet(queue, ended)
+        return self._put(queue, ended) if queue[0].sends else self._take(queue, ended)
+
+    def _meet(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+        """Rendezvous: a send and its receive end together, when both are at the heads of their lanes."""
+        head = queue[0]
+        other_queue = self._queue(head.peer, head.rank, head.tag, sends=not head.sends)
+        if not other_queue or other_queue[0].message != head.message or other_queue[0].sends == head.sends:
+            return []
+        send, receive = (head, other_queue[0]) if head.sends else (other_queue[0], head)
+        assert send.tensor is not None
+        send.error = _copy(send.tensor, receive)
+        ended += [_end(queue), _end(other_queue)]
+        return [queue, other_queue]
+
+    def _put(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+        """A send into a buffer ends when there is room for it."""
+        send = queue[0]
+        if not self._has_room(send.rank, send.peer):
+            return []
+        assert send.tensor is not None
+        self._sent[send.message].append(send.tensor.detach().clone())
+        self._under_way[send.rank, send.peer].append(send.message)
+        ended.append(_end(queue))
+        return [queue, self._queue(send.peer, send.rank, send.tag, sends=False)]
+
+    def _take(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+        """A receive out of a buffer ends when its message is there."""
+        receive = queue[0]
+        if not self._sent.get(receive.message):
+            return []
+        _copy(self._sent[receive.message].popleft(), receive)
+        self._under_way[receive.peer, receive.rank].remove(receive.message)
+        if not self._sent[receive.message]:
+            del self._sent[receive.message]
+        ended.append(_end(queue))
+        # Room may be what a send of another tag waits for; where it is, no lane is per message.
+        return [queue, self._queue(receive.peer, receive.rank, receive.tag, sends=True)]
+
+    def _has_room(self, source: int, target: int) -> bool:
+        capacity = self.model.capacity
+        if capacity is None or self.model.lanes == "message":
+            return True
+        return len(self._under_way[source, target]) < capacity
+
+
+def _end(queue: deque[Operation]) -> Operation:
+    operation = queue.popleft()
+    operation.ended = True
+    operation.tensor = None
+    return operation
+
+
+def _copy(sent: torch.Tensor, receive: Operation) -> MetadataError | None:
+    """Copy what was sent into the tensor of a receive, or give both of them the error."""
+    target = receive.tensor
+    assert target is not None
+    if sent.shape != target.shape or sent.dtype != target.dtype:
+        receive.error = MetadataError(
+            f"rank {receive.peer} sent {_described(sent)}, rank {receive.rank} receives {_described(target)}"
+            f" in {receive.label} (tag {receive.tag})"
+        )
+        return receive.error
+    with torch.inference_mode(target.is_inference()), torch.no_grad():
+        target.copy_(sent)
+    return None
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

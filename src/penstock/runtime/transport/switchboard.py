@@ -1,0 +1,207 @@
+"""Where the threads of one process that play the ranks of a pipeline meet."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.runtime.transport.failing import chain, dead_error, step_error
+from penstock.runtime.transport.lanes import Lanes, Operation
+from penstock.runtime.transport.protocol import Failure
+
+if TYPE_CHECKING:
+    from penstock.graph.models import CommModel
+
+
+class Wait(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        label: what it is at.
+        operation: the transfer that it waits for, if it is one.
+        peer: whose word it waits for, if it hears one.
+        round: the exchange that it waits for, if it is one.
+    """
+
+    label: str
+    operation: Operation | None = None
+    peer: int | None = None
+    round: int | None = None
+
+
+class Switchboard:
+    """What all ranks share. A rank waits in here and nowhere else, so that it is known when all of them do."""
+
+    def __init__(self, ranks: int, model: CommModel) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.failure: Failure | None = None
+        self._lanes = Lanes(model)
+        self._lock = threading.Lock()
+        self._changed = [threading.Condition(self._lock) for _ in range(ranks)]
+        self._waits: list[Wait | None] = [None] * ranks
+        self._ended = [False] * ranks
+        self._words: dict[tuple[int, int], deque[bytes]] = {}
+        self._rounds: dict[int, dict[int, bytes]] = {}
+        self._round_of = [0] * ranks
+
+    def post(self, operation: Operation) -> None:
+        """Put a transfer into its lane. Does not wait."""
+        with self._lock:
+            self._check_alive(operation.rank)
+            for ended in self._lanes.post(operation):
+                waiting = self._waits[ended.rank]
+                if waiting is not None and waiting.operation is ended:
+                    self._wake(ended.rank)
+
+    def wait_for(self, operation: Operation, label: str | None) -> None:
+        """Return when a transfer has ended as it should."""
+        if not operation.ended:
+            with self._lock:
+                if not operation.ended:
+                    self._wait(operation.rank, Wait(label or operation.label, operation=operation))
+                if not operation.ended:
+                    raise self._step_error()
+        if operation.error is not None:
+            raise operation.error
+
+    def exchange(self, rank: int, data: bytes, label: str | None) -> list[bytes]:
+        """What every rank gave in this round."""
+        with self._lock:
+            self._check_alive(rank)
+            number = self._round_of[rank]
+            self._round_of[rank] += 1
+            given = self._rounds.setdefault(number, {})
+            given[rank] = data
+            if len(given) == self.ranks:
+                del self._rounds[number]  # all have come, and each of them holds what was given
+                for other, wait in enumerate(self._waits):
+                    if wait is not None and wait.round == number:
+                        self._wake(other)
+            else:
+                self._wait(rank, Wait(label or "an exchange", round=number))
+            if len(given) < self.ranks:
+                raise self._step_error()
+            return [given[other] for other in range(self.ranks)]
+
+    def tell(self, rank: int, peer: int, data: bytes) -> None:
+        """Leave a word for a peer."""
+        with self._lock:
+            self._check_alive(rank)
+            self._words.setdefault((rank, peer), deque()).append(data)
+            wait = self._waits[peer]
+            if wait is not None and wait.peer == rank:
+                self._wake(peer)
+
+    def hear(self, rank: int, peer: int, label: str | None) -> bytes:
+        """The next word that a peer has left."""
+        with self._lock:
+            self._check_alive(rank)
+            words = self._words.setdefault((peer, rank), deque())
+            if not words:
+                self._wait(rank, Wait(label or f"hearing rank {peer}", peer=peer))
+            if not words:
+                raise self._step_error()
+            return words.popleft()
+
+    def fail(self, failure: Failure) -> Failure:
+        """End all waits; the first failure wins."""
+        with self._lock:
+            return self._fail(failure)
+
+    def end(self, rank: int) -> None:
+        """This rank does nothing any more."""
+        with self._lock:
+            self._ended[rank] = True
+            self._find_deadlock()
+
+    # With the lock held ---------------------------------------------------------------------------------------------
+
+    def _check_alive(self, rank: int) -> None:
+        if self.failure is not None:
+            raise dead_error(self.failure)
+        if self._ended[rank]:
+            raise dead_error(Failure(rank, f"the transport of rank {rank} has been closed"))
+
+    def _step_error(self) -> Exception:
+        assert self.failure is not None
+        return step_error(self.failure)
+
+    def _wait(self, rank: int, wait: Wait) -> None:
+        """Return when someone has woken this rank: because of what it waits for, or of a failure."""
+        if self.failure is not None:
+            return
+        self._waits[rank] = wait
+        self._find_deadlock()
+        try:
+            while self._waits[rank] is wait:
+                self._changed[rank].wait()
+        finally:
+            self._waits[rank] = None
+
+    def _wake(self, rank: int) -> None:
+        # It counts as running from now on, not from when its thread gets its turn.
+        self._waits[rank] = None
+        self._changed[rank].notify()
+
+    def _fail(self, failure: Failure) -> Failure:
+        if self.failure is None:
+            self.failure = failure
+            for rank in range(self.ranks):
+                self._wake(rank)
+        return self.failure
+
+    def _find_deadlock(self) -> None:
+        """Whatever can move has moved: if all ranks wait, they do for ever."""
+        standing = [rank for rank, wait in enumerate(self._waits) if wait is not None]
+        if self.failure is None and standing and len(standing) + sum(self._ended) == self.ranks:
+            self._fail(self._deadlock(standing[0]))
+
+    def _deadlock(self, rank: int) -> Failure:
+        """Follow who waits for whom, up to a circle or to a rank that has ended."""
+        links: list[tuple[int, str]] = []
+        seen: dict[tuple[int, int], int] = {}
+        wanted: Operation | None = None
+        while not self._ended[rank]:
+            place, stuck, following, wanted = self._link(rank, wanted)
+            if (rank, stuck) in seen:
+                links = links[seen[rank, stuck] :]
+                first = min(range(len(links)), key=lambda number: links[number][0])
+                links = links[first:] + links[:first]
+                return self._told(links, f"rank {links[0][0]}")
+            seen[rank, stuck] = len(links)
+            links.append((rank, place))
+            rank = following
+        return self._told(links, f"rank {rank}, which has ended")
+
+    def _told(self, links: list[tuple[int, str]], end: str) -> Failure:
+        rank = links[0][0]
+        wait = self._waits[rank]
+        message = f"deadlock: {chain(links, end)} (under {self.model})"
+        return Failure(rank, message, action=wait.label if wait is not None else None)
+
+    def _link(self, rank: int, wanted: Operation | None) -> tuple[str, int, int, Operation | None]:
+        """Where a rank is stuck, in words and as a number, for which rank, and what that has posted for it if anything.
+
+        Args:
+            rank: the rank.
+            wanted: what it has posted that another one waits for; None if it has yet to get there.
+        """
+        wait = self._waits[rank]
+        assert wait is not None
+        operation = wanted or wait.operation
+        if operation is None:
+            return wait.label, 0, self._first_missing(wait), None
+        head = self._lanes.head(operation)
+        label = operation.label if wanted is not None else wait.label
+        place = f"{head.label}, ahead of {label}," if head is not operation else label
+        if self._lanes.is_full(head):
+            place += " (its lane is full)"
+        return place, id(head), head.peer, self._lanes.awaited(head)
+
+    def _first_missing(self, wait: Wait) -> int:
+        if wait.peer is not None:
+            return wait.peer
+        assert wait.round is not None
+        return next(other for other in range(self.ranks) if self._round_of[other] <= wait.round)

@@ -1,0 +1,195 @@
+"""All ranks in one process, a thread each: for debuggers, notebooks and fast tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from penstock.errors import StepError, TransportError
+from penstock.graph.models import CommModel
+from penstock.runtime.transport.failing import label_of
+from penstock.runtime.transport.lanes import Operation
+from penstock.runtime.transport.protocol import Failure, Progress
+from penstock.runtime.transport.switchboard import Switchboard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from penstock.runtime.transport.protocol import Pending
+
+Result = TypeVar("Result")
+
+
+class ThreadTransport:
+    """The transport of one rank among threads. ``thread_transports`` makes one per rank, connected.
+
+    A send copies its tensor when it ends: into a buffer if the model has one, else into the tensor that is received.
+    When all ranks wait for each other, all of them raise at once, and say how.
+    """
+
+    def __init__(self, rank: int, switchboard: Switchboard) -> None:
+        self.rank = rank
+        self.ranks = switchboard.ranks
+        self.model = switchboard.model
+        self.progress = Progress()
+        self._switchboard = switchboard
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing to bring up; the ranks must exist."""
+        for pair in pairs:
+            for rank in pair:
+                self._check_peer(rank)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Post a send. The tensor is not changed until it is done."""
+        return self._post(tensor, peer, tag, sends=True)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Post a receive into a tensor."""
+        return self._post(tensor, peer, tag, sends=False)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in the order of ranks. All ranks call it."""
+        return self._switchboard.exchange(self.rank, data, label_of(self.progress))
+
+    def tell(self, peer: int, data: bytes) -> None:
+        """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
+        self._check_peer(peer)
+        self._switchboard.tell(self.rank, peer, data)
+
+    def hear(self, peer: int) -> bytes:
+        """What the peer told next."""
+        self._check_peer(peer)
+        return self._switchboard.hear(self.rank, peer, label_of(self.progress))
+
+    def fail(self, failure: Failure) -> Failure:
+        """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
+        return self._switchboard.fail(failure)
+
+    def failure(self) -> Failure | None:
+        """The failure that was told, if any."""
+        return self._switchboard.failure
+
+    def explain(self, error: BaseException) -> Failure | None:
+        """The failure behind an error that a wait raised, if the transport itself or another rank is the cause."""
+        return self._switchboard.failure if isinstance(error, StepError) else None
+
+    def close(self) -> None:
+        """This rank is done: whoever waits for it from now on does so in vain, and is told."""
+        self._switchboard.end(self.rank)
+
+    def _post(self, tensor: torch.Tensor, peer: int, tag: int, *, sends: bool) -> _Posted:
+        self._check_peer(peer)
+        operation = Operation(self.rank, peer, tag, tensor, label_of(self.progress), sends=sends)
+        self._switchboard.post(operation)
+        return _Posted(operation, self)
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.ranks:
+            raise TransportError(f"there is no rank {peer}: the ranks are 0 to {self.ranks - 1}", peer=peer)
+
+
+class _Posted:
+    """A transfer that has been posted."""
+
+    __slots__ = ("_operation", "_transport")
+
+    def __init__(self, operation: Operation, transport: ThreadTransport) -> None:
+        self._operation = operation
+        self._transport = transport
+
+    def wait(self) -> None:
+        """Return when it is done; raise if it never will be."""
+        transport = self._transport
+        transport._switchboard.wait_for(self._operation, label_of(transport.progress))
+
+
+def thread_transports(ranks: int, model: CommModel | None = None) -> list[ThreadTransport]:
+    """Transports for so many ranks, connected with each other. Each is for a thread of its own."""
+    switchboard = Switchboard(ranks, model or CommModel())
+    return [ThreadTransport(rank, switchboard) for rank in range(ranks)]
+
+
+def run_in_threads(
+    worker: Callable[[ThreadTransport], Result],
+    ranks: int,
+    *,
+    model: CommModel | None = None,
+    timeout: float | None = None,
+) -> list[Result]:
+    """Call ``worker(transport)`` for every rank, in a thread each; returns the results in the order of ranks.
+
+    If one of them raises, the others are told and end too; its error is raised here. No thread is left behind, unless
+    one computes for ever: after ``timeout`` seconds all waits end, and the error names it.
+
+    >>> run_in_threads(lambda transport: transport.exchange(b"%d" % transport.rank), 2)
+    [[b'0', b'1'], [b'0', b'1']]
+    """
+    runs = [_Run(worker, transport) for transport in thread_transports(ranks, model)]
+    for run in runs:
+        run.thread.start()
+    try:
+        _join(runs, timeout)
+    except KeyboardInterrupt:
+        runs[0].transport.fail(Failure(0, "interrupted"))
+        for run in runs:
+            run.thread.join(1.0)
+        raise
+    first = _first_error(runs)
+    if first is not None:
+        raise first
+    return [run.result for run in runs]
+
+
+class _Run(Generic[Result]):
+    """One rank of a run."""
+
+    result: Result
+
+    def __init__(self, worker: Callable[[ThreadTransport], Result], transport: ThreadTransport) -> None:
+        self.worker = worker
+        self.transport = transport
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self, name=f"rank {transport.rank}", daemon=True)
+
+    def __call__(self) -> None:
+        transport = self.transport
+        try:
+            self.result = self.worker(transport)
+        except BaseException as error:
+            self.error = error
+            told = "".join(traceback.format_exception(error))
+            message = f"rank {transport.rank} raised {type(error).__name__}: {error}"
+            transport.fail(Failure(transport.rank, message, label_of(transport.progress), traceback=told))
+        finally:
+            transport.close()
+
+
+def _join(runs: list[_Run[Result]], timeout: float | None) -> None:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for run in runs:
+        run.thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    late = [run.transport for run in runs if run.thread.is_alive()]
+    if not late:
+        return
+    places = ", ".join(f"rank {one.rank} in {label_of(one.progress) or 'its own code'}" for one in late)
+    told = f"not done within {timeout:g} s: {places}"
+    late[0].fail(Failure(late[0].rank, told))
+    for run in runs:
+        run.thread.join(1.0)
+    computing = [str(run.transport.rank) for run in runs if run.thread.is_alive()]
+    left = f"; rank {', '.join(computing)} computes on, and its thread cannot be ended" if computing else ""
+    raise TransportError(told + left)
+
+
+def _first_error(runs: list[_Run[Result]]) -> BaseException | None:
+    """The error of the rank whose failure was told first; what the others raise only repeats it."""
+    errors = {run.transport.rank: run.error for run in runs if run.error is not None}
+    failure = runs[0].transport.failure() if runs else None
+    if failure is None or not errors:
+        return next(iter(errors.values()), None)
+    return errors.get(failure.rank) or next(iter(errors.values()))
