@@ -1,0 +1,502 @@
+"""Cut a batch into microbatches, and put the outputs together again.
+
+A spec says how: ``TensorChunkSpec(dim)`` or ``Replicate`` for a leaf, or for everything below that place; in containers
+like those of the value. Where it says nothing, a tensor is split along dimension 0 and anything else is given whole to
+every microbatch. Sizes are those of ``torch.tensor_split``: the first microbatches have one sample more if it must be.
+
+A tensor is never replicated unless the spec says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils import _pytree as pytree
+
+from penstock.errors import MicrobatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChunkSpec:
+    """Split, or concatenate, along this dimension.
+
+    >>> TensorChunkSpec.from_tuple((0, 1))
+    (TensorChunkSpec(split_dim=0), TensorChunkSpec(split_dim=1))
+    """
+
+    split_dim: int
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
+        """The specs for arguments from their dimensions."""
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, Any]) -> Any:
+        """The specs for keyword arguments from their dimensions."""
+        return pytree.tree_map(TensorChunkSpec, chunk_dims)
+
+
+class Replicate:
+    """In a spec: give the value whole to every microbatch. When merging: it is the same in all, take one.
+
+    >>> split({"x": torch.arange(4), "table": torch.zeros(7)}, {"table": Replicate}, 2)[1]["table"].shape
+    torch.Size([7])
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """A value that is split already: one item for each microbatch. It may stand anywhere in arguments or target.
+
+    >>> split(("text", Microbatches([1, 2])), None, 2)
+    [('text', 1), ('text', 2)]
+
+    In the spec of a merge, the class itself keeps what every microbatch has given:
+
+    >>> merge([(torch.ones(1), 0.5), (torch.ones(1), 0.7)], (None, Microbatches))
+    (tensor([1., 1.]), Microbatches(values=[0.5, 0.7]))
+    """
+
+    values: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.values[index]
+
+
+Spec: TypeAlias = Any
+"""None, TensorChunkSpec, Replicate, or a container of specs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """How values of a type are split, merged and counted."""
+
+    split: Callable[[Any, int], Sequence[Any]]
+    merge: Callable[[Sequence[Any]], Any] | None
+    size: Callable[[Any], int | None] | None
+
+
+SPLITTERS: dict[type, Splitter] = {}
+
+
+def register_splitter(
+    kind: type,
+    split: Callable[[Any, int], Sequence[Any]],
+    merge: Callable[[Sequence[Any]], Any] | None = None,
+    *,
+    size: Callable[[Any], int | None] | None = None,
+) -> None:
+    """Say how values of a type, and of the types derived from it, are split.
+
+    Args:
+        kind: the type.
+        split: makes of a value and a number of microbatches as many values.
+        merge: makes of those values one again; needed for types that a last stage returns.
+        size: the number of samples in a value, to be compared with that of the tensors; None for a value without.
+    """
+    SPLITTERS[kind] = Splitter(split, merge, size)
+
+
+def split(value: Any, spec: Spec, microbatches: int, *, name: str = "value") -> list[Any]:
+    """A value for each microbatch.
+
+    >>> split(torch.arange(5), None, 2)
+    [tensor([0, 1, 2]), tensor([3, 4])]
+    >>> split(torch.tensor(1.0), None, 2, name="args[1]")
+    Traceback (most recent call last):
+    penstock.errors.MicrobatchError: args[1] is a single number and cannot be split into 2 microbatches; \
+write Replicate in its spec if every microbatch needs it
+    """
+    return _split_together([_Tree.of(name, value, spec)], microbatches)[0]
+
+
+def split_call(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target: Any,
+    microbatches: int,
+    args_spec: Spec = None,
+    kwargs_spec: Spec = None,
+    target_spec: Spec = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any]]:
+    """The arguments, keyword arguments and target of each microbatch; all must have the same number of samples.
+
+    >>> split_call((torch.arange(4),), {"scale": 2}, None, 2)
+    ([(tensor([0, 1]),), (tensor([2, 3]),)], [{'scale': 2}, {'scale': 2}], [None, None])
+    """
+    trees = [
+        _Tree.of("args", args, args_spec),
+        _Tree.of("kwargs", kwargs or {}, kwargs_spec),
+        _Tree.of("target", target, target_spec),
+    ]
+    arguments, keywords, targets = _split_together(trees, microbatches)
+    return arguments, keywords, targets
+
+
+def sizes(total: int, microbatches: int) -> list[int]:
+    """How many of ``total`` samples go into each microbatch.
+
+    >>> sizes(10, 4)
+    [3, 3, 2, 2]
+    """
+    least, more = divmod(total, microbatches)
+    return [least + 1] * more + [least] * (microbatches - more)
+
+
+def samples(values: Sequence[Any], spec: Spec = None) -> list[int]:
+    """The number of samples in each microbatch, by the first tensor in it that is split; 1 where there is none.
+
+    >>> samples(split((torch.ones(5, 2), "text"), None, 2))
+    [3, 2]
+    """
+    return [_samples(_Tree.of("microbatch", value, spec)) for value in values]
+
+
+def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> Any:
+    """One value from those of all microbatches.
+
+    Tensors are concatenated along the dimension of the spec, by default 0; single numbers (tensors without dimensions)
+    are stacked. Anything else must be equal in all microbatches, unless its spec is ``Microbatches``: then the result
+    has a ``Microbatches`` with all of them at that place.
+
+    >>> merge([{"y": torch.ones(2), "loss": torch.tensor(0.5)}, {"y": torch.ones(1), "loss": torch.tensor(0.25)}])
+    {'y': tensor([1., 1., 1.]), 'loss': tensor([0.5000, 0.2500])}
+    """
+    if not values:
+        raise MicrobatchError(f"{name} has no microbatches, so there is nothing to merge", name=name)
+    trees = [_Tree.of(name, value, spec) for value in values]
+    first = trees[0]
+    for index, tree in enumerate(trees):
+        if tree.treespec != first.treespec:
+            raise MicrobatchError(
+                f"microbatch {index} gives another structure of {name} than microbatch 0, so they cannot be merged: "
+                f"{tree.treespec} and {first.treespec}",
+                name=name,
+            )
+    columns = zip(*[tree.leaves for tree in trees], strict=True)
+    merged = [_merged(first, index, column) for index, column in enumerate(columns)]
+    return pytree.tree_unflatten(merged, first.treespec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """A value taken apart, with a spec for each leaf."""
+
+    name: str
+    value: Any
+    leaves: list[Any]
+    treespec: Any
+    specs: list[Spec]
+
+    @classmethod
+    def of(cls, name: str, value: Any, spec: Spec) -> _Tree:
+        leaves, treespec = pytree.tree_flatten(value, is_leaf=_is_leaf)
+        return cls(name, value, leaves, treespec, _specs(spec, value, len(leaves), name))
+
+    def place(self, index: int) -> str:
+        """The name of a leaf, as a user would write it."""
+        try:
+            found, _ = pytree.tree_flatten_with_path(self.value, is_leaf=_is_leaf)
+        except ValueError:  # a type that was registered without names for its children
+            return f"{self.name} (leaf {index})"
+        return self.name + pytree.keystr(found[index][0])
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Microbatches) or _splitter(value) is not None
+
+
+def _splitter(value: Any) -> Splitter | None:
+    kind = type(value)
+    if kind in SPLITTERS:
+        return SPLITTERS[kind]
+    return next((SPLITTERS[base] for base in kind.__mro__ if base in SPLITTERS), None)
+
+
+def _specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
+    """A spec for each of the leaves of a value, of which there are ``count``."""
+    if spec is None or isinstance(spec, TensorChunkSpec):
+        return [spec] * count
+    if spec is Replicate or isinstance(spec, Replicate):
+        return [Replicate] * count
+    if spec is Microbatches:
+        return [Microbatches] * count
+    if isinstance(value, Microbatches):
+        return [None]
+    inner = _children(spec)
+    if inner is None:
+        raise MicrobatchError(
+            f"the spec of {name} is {spec!r}; write TensorChunkSpec(dim), Replicate, or containers of them", name=name
+        )
+    pairs = (
+        _by_key(spec, value, name)
+        if isinstance(spec, dict) and isinstance(value, dict)
+        else _by_place(inner, value, name)
+    )
+    return [leaf for child_spec, child, place in pairs for leaf in _specs(child_spec, child, _count(child), place)]
+
+
+def _by_key(spec: dict[Any, Any], value: dict[Any, Any], name: str) -> list[tuple[Spec, Any, str]]:
+    unknown = [key for key in spec if key not in value]
+    if unknown:
+        raise MicrobatchError(f"the spec of {name} has {unknown[0]!r}, which {name} has not", name=name)
+    return [(spec.get(key), child, f"{name}[{key!r}]") for key, child in value.items()]
+
+
+def _by_place(specs: list[Spec], value: Any, name: str) -> list[tuple[Spec, Any, str]]:
+    children = _children(value)
+    if children is None or len(children) != len(specs):
+        held = "is no container" if children is None else f"holds {len(children)}"
+        raise MicrobatchError(f"the spec of {name} is for {len(specs)} values, but {name} {held}", name=name)
+    return [(spec, child, f"{name}[{index}]") for index, (spec, child) in enumerate(zip(specs, children, strict=True))]
+
+
+def _children(value: Any) -> list[Any] | None:
+    """What a container holds; None for a leaf."""
+    if _is_leaf(value):
+        return None
+    children, treespec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
+    return None if treespec.is_leaf() else children
+
+
+def _count(value: Any) -> int:
+    return len(pytree.tree_leaves(value, is_leaf=_is_leaf))
+
+
+def _split_together(trees: list[_Tree], microbatches: int) -> list[list[Any]]:
+    if microbatches < 1:
+        raise MicrobatchError(f"{microbatches} microbatches cannot be made; 1 is the least")
+    _agree(trees, microbatches)
+    return [_split_tree(tree, microbatches) for tree in trees]
+
+
+def _split_tree(tree: _Tree, microbatches: int) -> list[Any]:
+    columns = [_pieces(tree, index, microbatches) for index in range(len(tree.leaves))]
+    rows = zip(*columns, strict=True) if columns else [()] * microbatches
+    if type(tree.value) is tuple and len(tree.value) == len(columns) == tree.treespec.num_nodes - 1:
+        return list(rows)  # the arguments are most often a flat tuple
+    return [pytree.tree_unflatten(row, tree.treespec) for row in rows]
+
+
+def _pieces(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
+    """A leaf, for each microbatch."""
+    value, spec = tree.leaves[index], tree.specs[index]
+    if isinstance(value, Microbatches):
+        return _given(tree, index, value, microbatches)
+    if spec is Replicate:
+        return [value] * microbatches
+    if (splitter := _splitter(value)) is not None:
+        return _custom(tree, index, splitter, microbatches)
+    if not isinstance(value, torch.Tensor):
+        return [value] * microbatches
+    dim = _dim(spec)
+    lengths = sizes(value.shape[dim], microbatches)
+    starts = accumulate(lengths[:-1], initial=0)
+    # Not tensor_split: autograd refuses to change one of several views in place.
+    return [value.narrow(dim, start, length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _given(tree: _Tree, index: int, value: Microbatches, microbatches: int) -> Sequence[Any]:
+    if len(value) == microbatches:
+        return value.values
+    name = tree.place(index)
+    raise MicrobatchError(f"{name} is given as {len(value)} microbatches, but {microbatches} are run", name=name)
+
+
+def _custom(tree: _Tree, index: int, splitter: Splitter, microbatches: int) -> Sequence[Any]:
+    pieces = splitter.split(tree.leaves[index], microbatches)
+    if len(pieces) == microbatches:
+        return pieces
+    name = tree.place(index)
+    kind = type(tree.leaves[index]).__qualname__
+    raise MicrobatchError(
+        f"the splitter of {kind} has made {len(pieces)} microbatches of {name}, not {microbatches}", name=name
+    )
+
+
+def _dim(spec: Spec) -> int:
+    return spec.split_dim if isinstance(spec, TensorChunkSpec) else 0
+
+
+def _agree(trees: list[_Tree], microbatches: int) -> None:
+    """Raise unless every leaf that is split has the same number of samples, and enough of them."""
+    counted = [
+        (tree, index, size)
+        for tree in trees
+        for index in range(len(tree.leaves))
+        if (size := _size(tree, index, microbatches)) is not None
+    ]
+    if not counted:
+        return
+    tree, index, size = counted[0]
+    for other in counted:
+        if other[2] != size:
+            raise _disagreement(counted[0], other)
+    if size < microbatches:
+        name = tree.place(index)
+        raise MicrobatchError(
+            f"{_seen(tree, index)} cannot be split into {microbatches} microbatches: it has {size} along "
+            f"dimension {_dim(tree.specs[index])}; write TensorChunkSpec(dim) in its spec to split another dimension, "
+            "or Replicate if every microbatch needs all of it",
+            name=name,
+        )
+
+
+def _size(tree: _Tree, index: int, microbatches: int) -> int | None:
+    """The number of samples in a leaf; None if it is not split."""
+    value, spec = tree.leaves[index], tree.specs[index]
+    if spec is Replicate or isinstance(value, Microbatches):
+        return None
+    if (splitter := _splitter(value)) is not None:
+        return splitter.size(value) if splitter.size else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    dim = _dim(spec)
+    if -value.ndim <= dim < value.ndim:
+        return value.shape[dim]
+    name = tree.place(index)
+    if value.ndim == 0:
+        raise MicrobatchError(
+            f"{name} is a single number and cannot be split into {microbatches} microbatches; write Replicate in its "
+            "spec if every microbatch needs it",
+            name=name,
+        )
+    raise MicrobatchError(f"{_seen(tree, index)} has no dimension {dim} to split", name=name)
+
+
+def _disagreement(one: tuple[_Tree, int, int], other: tuple[_Tree, int, int]) -> MicrobatchError:
+    small = min(one, other, key=lambda counted: counted[2])
+    name = small[0].place(small[1])
+    if small[2] == 1:
+        advice = f"write Replicate in the spec of {name} if every microbatch needs all of it"
+    else:
+        advice = (
+            "write TensorChunkSpec(dim) in the spec of one to split another dimension, Replicate if every microbatch "
+            "needs all of it, or pass Microbatches([...]) with what you have split yourself"
+        )
+    return MicrobatchError(
+        f"{_seen(*one[:2])} and {_seen(*other[:2])} have {one[2]} and {other[2]} samples; {advice}", name=name
+    )
+
+
+def _seen(tree: _Tree, index: int) -> str:
+    value = tree.leaves[index]
+    shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+    return f"{tree.place(index)}{shape}"
+
+
+def _samples(tree: _Tree) -> int:
+    for value, spec in zip(tree.leaves, tree.specs, strict=True):
+        if isinstance(value, torch.Tensor) and spec is not Replicate and value.ndim:
+            return value.shape[_dim(spec)]
+    return 1
+
+
+def _merged(tree: _Tree, index: int, column: tuple[Any, ...]) -> Any:
+    """One leaf from those of all microbatches."""
+    first, spec = column[0], tree.specs[index]
+    if spec is Microbatches:
+        return Microbatches(list(column))
+    if spec is not Replicate:
+        if (splitter := _splitter(first)) is not None and splitter.merge is not None:
+            return splitter.merge(column)
+        if all(isinstance(value, torch.Tensor) for value in column):
+            return _joined(tree, index, column)
+    if all(_same(first, value) for value in column):
+        return first
+    name = tree.place(index)
+    different = next(value for value in column if not _same(first, value))
+    raise MicrobatchError(
+        f"{name} differs between microbatches ({_short(first)} and {_short(different)}), so it cannot be merged; write "
+        "Microbatches in its spec to keep them all",
+        name=name,
+    )
+
+
+def _joined(tree: _Tree, index: int, column: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    dim = _dim(tree.specs[index])
+    first = column[0]
+    different = next((value for value in column if not _joins(first, value, dim)), None)
+    if different is not None:
+        name = tree.place(index)
+        raise MicrobatchError(
+            f"{name} is {_short(first)} in one microbatch and {_short(different)} in another, which cannot be "
+            f"concatenated along dimension {dim}; write TensorChunkSpec(dim) in its spec for another dimension, or "
+            "Microbatches to keep them all",
+            name=name,
+        )
+    if first.ndim == 0:
+        return torch.stack(column)
+    return torch.cat(column, dim) if len(column) > 1 else first
+
+
+def _joins(one: torch.Tensor, other: torch.Tensor, dim: int) -> bool:
+    if one.dtype is not other.dtype or one.ndim != other.ndim:
+        return False
+    if one.ndim == 0:
+        return True
+    if not -one.ndim <= dim < one.ndim:
+        return False
+    return all(a == b for at, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if at != dim % one.ndim)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (
+            one.dtype is other.dtype and one.shape == other.shape and bool(torch.isclose(one, other, 0, 0, True).all())
+        )
+    if isinstance(one, float) and math.isnan(one):
+        return math.isnan(other)
+    return bool(one == other)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _split_mask(mask: BlockMask, microbatches: int) -> list[BlockMask]:
+    """The rows of a mask for each microbatch, each of which counts its samples from 0."""
+    batch = mask.shape[0]
+    if batch == 1:
+        return [mask] * microbatches
+    lengths = sizes(batch, microbatches)
+    starts = accumulate(lengths[:-1], initial=0)
+    return [_rows(mask, start, length) for start, length in zip(starts, lengths, strict=True)]
+
+
+def _rows(mask: BlockMask, start: int, length: int) -> BlockMask:
+    rows = mask[start : start + length]
+    # A tensor: with a number, the compiled attention would be compiled again for each microbatch.
+    offset = torch.tensor(start, device=mask.kv_num_blocks.device)
+    whole = mask.mask_mod
+
+    def rows_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return whole(batch + offset, head, query, key)
+
+    rows.mask_mod = rows_mod
+    return rows
+
+
+register_splitter(BlockMask, _split_mask, size=lambda mask: None if mask.shape[0] == 1 else int(mask.shape[0]))
