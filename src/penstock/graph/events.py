@@ -82,22 +82,21 @@ def matches(leaves: Leaves) -> Matches:
         return Matches(_NONE, _NONE)
     sends, receives = [], []
     for transfer in TRANSFERS:
-        mine = leaves.first_at_home([transfer.send])
-        target = leaves.stage[mine] + transfer.stage_offset
-        inside = (target >= 0) & (target < leaves.stages)
-        mine, target = mine[inside], target[inside]
-        other = leaves.find(transfer.receive, target, leaves.microbatch[mine])
-        mine, other = mine[other != NOWHERE], other[other != NOWHERE]
-        good = (leaves.rank[other] != leaves.rank[mine]) & (leaves.home[leaves.stage[other]] == leaves.rank[other])
-        sends.append(mine[good])
-        receives.append(other[good])
-    return Matches(np.concatenate(sends), np.concatenate(receives))
+        sent = leaves.table(transfer.send)
+        slots = (sent != NOWHERE).nonzero()[0]
+        sends.append(sent[slots])
+        receives.append(leaves.table(transfer.receive)[slots + transfer.stage_offset * leaves.stride])
+    send, receive = np.concatenate(sends), np.concatenate(receives)
+    good = (receive != NOWHERE) & (leaves.rank[receive] != leaves.rank[send])
+    if not leaves.all_at_home:
+        good &= leaves.is_at_home(send) & leaves.is_at_home(receive)
+    return Matches(send[good], receive[good])
 
 
 def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
     """The graph of a schedule under a model. O(n log n)."""
     pairs = matches(leaves)
-    node = np.arange(int(leaves.cell[-1]) + 1 if len(leaves) else 0, dtype=np.int32)
+    node = np.arange(leaves.cells, dtype=np.int32)
     if model.capacity == 0:
         node[leaves.cell[pairs.receive]] = leaves.cell[pairs.send]
     edges = [*_program(leaves, pairs), *_uses(leaves, pairs)]
@@ -128,20 +127,17 @@ def _communication(leaves: Leaves, pairs: Matches, model: CommModel) -> Iterator
 
 def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
     """A rank's own actions in a row, and its transfers each behind the action before it."""
-    is_transfer = np.zeros(len(leaves), bool)
-    is_transfer[leaves.are(*OPERATIONS)] = True
-    blocking = np.flatnonzero(~is_transfer).astype(np.int32)
-    blocking = blocking[np.append(True, np.diff(leaves.cell[blocking]) > 0)] if len(blocking) else blocking
-    in_a_row = leaves.rank[blocking[1:]] == leaves.rank[blocking[:-1]]
+    blocks = ~leaves.is_among(OPERATIONS)
+    blocking = blocks.nonzero()[0].astype(np.int32)
+    cell, rank = leaves.cell[blocking], leaves.rank[blocking]
+    in_a_row = ((cell[1:] != cell[:-1]) & (rank[1:] == rank[:-1])).nonzero()[0]
     operations = np.concatenate([pairs.send, pairs.receive])
-    last = np.maximum.accumulate(np.where(is_transfer, np.int32(NOWHERE), np.arange(len(leaves), dtype=np.int32)))[
-        operations
-    ]
-    operations, ahead = operations[last != NOWHERE], last[last != NOWHERE]
-    same_rank = leaves.rank[ahead] == leaves.rank[operations]
+    number = blocks.cumsum(dtype=np.int32)[operations] - np.int32(1)
+    ahead = blocking[number] if len(blocking) else number
+    posted = (number != NOWHERE) & (leaves.rank[ahead] == leaves.rank[operations])
     return [
-        ("program", blocking[:-1][in_a_row], blocking[1:][in_a_row]),
-        ("post", ahead[same_rank], operations[same_rank]),
+        ("program", blocking[in_a_row], blocking[in_a_row + 1]),
+        ("post", ahead[posted], operations[posted]),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     Places = NDArray[np.signedinteger[Any]]
 
-#: Stands for an action that is not there.
-NOWHERE = -1
+#: Stands for an action that is not there, and for the rank of a stage that there is not.
+NOWHERE: Final = -1
+
+_NO_PLACES: Final = np.empty(0, np.int32)
 
 
 def too_sparse(schedule: Schedule) -> bool:
@@ -33,10 +35,16 @@ def too_sparse(schedule: Schedule) -> bool:
 class Leaves:
     """Every action that is not idle, an overlap's sub-actions one by one, rank after rank in program order.
 
+    What is where is looked up in tables, one per type of action. A *slot* of a table is a stage and a microbatch. For
+    each stage there is a slot more, before its microbatches, for what has none; and there is a stage more at both ends
+    of the pipeline, where nothing ever is. So the slot of a neighbouring stage, ``stride`` slots on or back, always
+    exists.
+
     Attributes:
         schedule: where they come from.
         stages: how many stages it has.
         microbatches: how many microbatches it has.
+        stride: how many slots there are for a stage.
         codes: the packed actions.
         rank: the rank of each.
         cell: the cell of each, counted through all ranks; the sub-actions of an overlap share one.
@@ -45,26 +53,56 @@ class Leaves:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.stages, self.microbatches = schedule.stages, schedule.microbatches
-        if too_sparse(schedule):
-            raise ScheduleError(
-                f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
-            )
+        self.stride = self.microbatches + 1
         # Places, ranks and stages fit into 32 bits, and the time of all this is the time that memory takes.
-        self.codes = schedule.codes
-        self.rank = np.repeat(np.arange(schedule.ranks, dtype=np.int32), np.diff(schedule.offsets))
-        self.cell = np.cumsum(~packed.is_joined(schedule.codes), dtype=np.int32) - np.int32(1)
-        busy = schedule.codes != packed.IDLE
-        if not busy.all():
+        self.codes, offsets = schedule.codes, schedule.offsets
+        self.rank: Places = np.arange(schedule.ranks, dtype=np.int32).repeat(offsets[1:] - offsets[:-1])
+        self.cell: Places = np.arange(len(self.codes), dtype=np.int32)
+        if (self.codes & packed.JOINED).any():
+            self.cell -= packed.is_joined(self.codes).cumsum(dtype=np.int32)
+        self._count: list[int] = np.bincount(packed.types(self.codes), minlength=len(packed.TYPE_NUMBER) + 1).tolist()
+        if self._count[packed.IDLE]:
+            busy = self.codes != packed.IDLE
             self.codes, self.rank, self.cell = self.codes[busy], self.rank[busy], self.cell[busy]
+        self._found: dict[tuple[ComputationType, ...], Places] = {}
+        self._tables_of_any: dict[tuple[ComputationType, ...], Places] = {}
 
     def __len__(self) -> int:
         return len(self.codes)
+
+    def grown_into(self, schedule: Schedule, kinds: frozenset[ComputationType]) -> Leaves | None:
+        """The leaves of a schedule where all actions but those of these types, none of them compute, stand as here.
+
+        None if they do not. What is known of them is taken over: it need not be found again.
+        """
+        if schedule.placement != self.schedule.placement or schedule.microbatches != self.microbatches:
+            return None
+        other = Leaves(schedule)
+        is_new = other.is_among(kinds)
+        stayed, now = (~self.is_among(kinds)).nonzero()[0], (~is_new).nonzero()[0]
+        if not np.array_equal(self.codes[stayed], other.codes[now]):
+            return None
+        if not np.array_equal(self.rank[stayed], other.rank[now]):
+            return None
+        other.home = self.home
+        if self.all_at_home and other._is_at_home(is_new.nonzero()[0]):
+            other.all_in_range = other.all_at_home = True
+        place = np.full(len(self), NOWHERE, np.int32)
+        place[stayed] = now
+        waiting, awaited = self.inputs
+        other.inputs = place[waiting], place[awaited]
+        return other
 
     @cached_property
     def first_cell(self) -> Places:
         """The number of the first cell of each rank."""
         cells = np.cumsum(np.append(0, ~packed.is_joined(self.schedule.codes)))
         return np.asarray(cells[self.schedule.offsets])
+
+    @property
+    def cells(self) -> int:
+        """How many cells there are up to the last one that is not idle."""
+        return int(self.cell[-1]) + 1 if len(self) else 0
 
     @cached_property
     def stage(self) -> Places:
@@ -83,8 +121,8 @@ class Leaves:
 
     @cached_property
     def home(self) -> Places:
-        """The rank that each stage is placed on."""
-        return np.array(self.schedule.placement.rank_of, np.int32)
+        """The rank that each stage is placed on; and ``NOWHERE`` for one before the first and one behind the last."""
+        return np.array((*self.schedule.placement.rank_of, NOWHERE), np.int32)
 
     @cached_property
     def in_range(self) -> NDArray[np.bool_]:
@@ -94,28 +132,72 @@ class Leaves:
     @cached_property
     def all_in_range(self) -> bool:
         """Whether that holds for all."""
-        return bool(self.in_range.all())
+        return _are_below(self.stages, self.stage) and _are_below(self.microbatches, self.microbatch)
 
     @cached_property
-    def _tables(self) -> dict[int, Places]:
-        return {}
+    def all_at_home(self) -> bool:
+        """Whether it does, and all are on the rank that holds their stage."""
+        return self.all_in_range and bool((self.home[self.stage] == self.rank).all())
+
+    def _is_at_home(self, places: Places) -> bool:
+        """Whether the same holds for the actions at these places."""
+        codes = self.codes[places]
+        stage = packed.stages(codes)
+        in_range = _are_below(self.stages, stage) and _are_below(self.microbatches, packed.microbatches(codes))
+        return in_range and bool((self.home[stage] == self.rank[places]).all())
+
+    def is_at_home(self, places: Places) -> NDArray[np.bool_]:
+        """Whether the actions at these places are on the rank that holds their stage."""
+        return np.asarray(self.home[np.minimum(self.stage[places], self.stages)] == self.rank[places])
 
     @cached_property
-    def _tables_of_any(self) -> dict[tuple[ComputationType, ...], Places]:
-        return {}
+    def slot(self) -> Places:
+        """The slot of each; it may be none, or another's, if it is not in range."""
+        return self.slots(packed.stages(self.codes), packed.microbatches(self.codes))
+
+    def slots(self, stages: Places, microbatches: Places) -> Places:
+        """The slots of these stages and microbatches."""
+        return (stages + 1) * self.stride + microbatches + 1
 
     @cached_property
-    def _found(self) -> dict[tuple[ComputationType, ...], Places]:
-        return {}
+    def _tables(self) -> Places:
+        if too_sparse(self.schedule):
+            raise ScheduleError(
+                f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
+            )
+        tables = np.full((len(packed.TYPE_NUMBER) + 1, (self.stages + 2) * self.stride), NOWHERE, np.int32)
+        places = np.arange(len(self), dtype=np.int32) if self.all_in_range else self.in_range.nonzero()[0]
+        tables.ravel()[self._entry[places][::-1]] = places[::-1]  # of several the first stays
+        return tables
+
+    @cached_property
+    def _entry(self) -> Places:
+        """Where each stands in all the tables, one after the other, if it is in range."""
+        return packed.types(self.codes) * ((self.stages + 2) * self.stride) + self.slot
+
+    @cached_property
+    def repetitions(self) -> Places:
+        """Where actions are, of those in range and with a microbatch, that have been there before."""
+        places = (self.microbatch >= 0 if self.all_in_range else self.in_range & (self.microbatch >= 0)).nonzero()[0]
+        return np.asarray(places[self._tables.ravel()[self._entry[places]] != places])
 
     def are(self, *kinds: ComputationType) -> Places:
         """Where the actions of these types are, in order."""
+        if not any(self._count[packed.TYPE_NUMBER[kind]] for kind in kinds):
+            return _NO_PLACES
         if kinds not in self._found:
-            chosen = self.kind == packed.TYPE_NUMBER[kinds[0]]
-            for kind in kinds[1:]:
-                chosen |= self.kind == packed.TYPE_NUMBER[kind]
+            chosen = self.kind == packed.TYPE_NUMBER[kinds[0]] if len(kinds) == 1 else self.is_among(kinds)
             self._found[kinds] = chosen.nonzero()[0].astype(np.int32)
         return self._found[kinds]
+
+    def are_in_range(self, *kinds: ComputationType) -> Places:
+        """The same without those whose stage or microbatch there is not."""
+        places = self.are(*kinds)
+        return places if self.all_in_range else places[self.in_range[places]]
+
+    def is_among(self, kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -> NDArray[np.bool_]:
+        """Whether each is of one of these types."""
+        return packed.are_among(kinds).take(self.kind)
 
     def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
         """Whether the actions at these places are of this type."""
@@ -127,34 +209,29 @@ class Leaves:
         for kind in kinds:
             table = self.table(kind)
             places = table[table != NOWHERE]
-            found.append(places[self.home[self.stage[places]] == self.rank[places]])
+            found.append(places[self.is_at_home(places)])
         return np.sort(np.concatenate(found))
 
     @cached_property
     def has_transfers(self) -> bool:
         """Whether there is any send or receive."""
-        return bool(len(self.are(*OPERATIONS)))
+        return any(self._count[packed.TYPE_NUMBER[kind]] for kind in OPERATIONS)
 
     def find(self, kind: ComputationType, stages: Places, microbatches: Places) -> Places:
         """Where the action of this type is for each stage and microbatch that exist: the first one, or ``NOWHERE``."""
-        return np.asarray(self.table(kind)[stages * self.microbatches + microbatches])
+        return np.asarray(self.table(kind)[self.slots(stages, microbatches)])
 
     def table(self, kind: ComputationType) -> Places:
-        """Where the action of this type is, for every stage times ``microbatches`` plus microbatch: the first one."""
-        number = packed.TYPE_NUMBER[kind]
-        if number not in self._tables:
-            chosen = self.kind == number
-            chosen = chosen if self.all_in_range else chosen & self.in_range
-            places = chosen.nonzero()[0][::-1].astype(np.int32)  # the first last
-            slots = self.stage[places] * self.microbatches + self.microbatch[places]
-            table = np.full(self.stages * self.microbatches, NOWHERE, np.int32)
-            table[slots] = places
-            self._tables[number] = table
-        return self._tables[number]
+        """Where the action of this type is, for every slot: the first one, or ``NOWHERE``."""
+        return np.asarray(self._tables[packed.TYPE_NUMBER[kind]])
+
+    def places(self, kind: ComputationType) -> Places:
+        """The table of this type as a grid, with a row per stage and a column per microbatch, and nothing else."""
+        return self.table(kind).reshape(-1, self.stride)[1:-1, 1:]
 
     def find_any(self, kinds: tuple[ComputationType, ...], stages: Places, microbatches: Places) -> Places:
         """As ``find``, for the first of these types that is there."""
-        return np.asarray(self.table_of_any(kinds)[stages * self.microbatches + microbatches])
+        return np.asarray(self.table_of_any(kinds)[self.slots(stages, microbatches)])
 
     def table_of_any(self, kinds: tuple[ComputationType, ...]) -> Places:
         """As ``table``, for the first of these types that is there."""
@@ -169,27 +246,27 @@ class Leaves:
 
     @cached_property
     def home_of_slot(self) -> Places:
-        """For every slot of a table the rank that its stage is placed on."""
-        return np.repeat(self.home, self.microbatches)
+        """For every slot of a table the rank that its stage is placed on; ``NOWHERE`` at both ends of the pipeline."""
+        return np.append(NOWHERE, self.home).repeat(self.stride)
 
     @cached_property
     def inputs(self) -> tuple[Places, Places]:
         """What every compute action waits for, by ``ir/dependencies.py``: pairs of (action, what it waits for).
 
-        What is not there at all is ``NOWHERE``.
+        What is not there at all nothing waits for.
         """
-        waiting, awaited = [], []
+        waiting, awaited = [_NO_PLACES], [_NO_PLACES]
         for kind, needs in NEEDS.items():
-            mine = self.are(kind)
-            mine = mine if self.all_in_range else mine[self.in_range[mine]]
-            slots = self.stage[mine] * self.microbatches + self.microbatch[mine]
-            for need in needs:
-                table, source = self.table_of_any(need.any_of), slots + need.stage_offset * self.microbatches
-                if need.stage_offset:
-                    exists = (source >= 0) & (source < len(table))
-                    waiting.append(mine[exists])
-                    awaited.append(table[source[exists]])
-                else:
+            mine = self.are_in_range(kind)
+            if len(mine):
+                slots = self.slot[mine]
+                for need in needs:
                     waiting.append(mine)
-                    awaited.append(table[source])
-        return np.concatenate(waiting), np.concatenate(awaited)
+                    awaited.append(self.table_of_any(need.any_of)[slots + need.stage_offset * self.stride])
+        all_waiting, all_awaited = np.concatenate(waiting), np.concatenate(awaited)
+        there = all_awaited != NOWHERE
+        return all_waiting[there], all_awaited[there]
+
+
+def _are_below(limit: int, numbers: Places) -> bool:
+    return bool(numbers.max(initial=NOWHERE) < limit)

@@ -11,6 +11,7 @@ packed itself: its sub-actions stand one after the other, and each but the first
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise, repeat
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -37,12 +38,25 @@ _MICROBATCH_MASK: Final = (1 << (_STAGE_SHIFT - _MICROBATCH_SHIFT)) - 1
 _TYPES: Final = (None, *ComputationType)
 TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
 
-_COMPUTE_OR_IDLE: Final = np.array([kind is None or kind in COMPUTE for kind in _TYPES])
-_IS_COMPUTE: Final = np.array([kind in COMPUTE for kind in _TYPES] + [False] * 3)
-_HAS_MICROBATCH: Final = np.array([kind is not None and kind not in SHARDING for kind in _TYPES] + [False] * 3)
+#: How many microbatches an action has, by its type, and whether it is joined: -1 where there is no such action.
+_MICROBATCHES: Final = np.full((JOINED | _TYPE_MASK) + 1, -1, np.int8)
+_MICROBATCHES[[number for kind, number in TYPE_NUMBER.items() if kind is not OVERLAP_F_B]] = 1
+_MICROBATCHES[[IDLE, *(TYPE_NUMBER[kind] for kind in SHARDING)]] = 0
+_MICROBATCHES[[JOINED | TYPE_NUMBER[kind] for kind in COMPUTE]] = 1
 _MICROBATCH_BITS: Final = _MICROBATCH_MASK << _MICROBATCH_SHIFT
 _BLOCK: Final = 1 << 15
-_IS_ACTION_OR_IDLE: Final = np.array([kind is not OVERLAP_F_B for kind in _TYPES] + [False] * 3)
+
+
+@cache
+def are_among(kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -> NDArray[np.bool_]:
+    """For every number of a type, and for that of an idle step, whether it is one of these types."""
+    among = np.zeros(_TYPE_MASK + 1, bool)
+    among[[TYPE_NUMBER[kind] for kind in kinds]] = True
+    among.setflags(write=False)
+    return among
+
+
+_IS_OTHER: Final = are_among(tuple(kind for kind in ComputationType if kind not in COMPUTE))
 
 
 def pack(stage: int | NDArray[np.int64], kind: ComputationType, microbatch: int | NDArray[np.int64] | None) -> Codes:
@@ -60,6 +74,11 @@ def later(codes: Codes, microbatches: NDArray[np.int64]) -> Codes:
 def retyped(codes: Codes, old: ComputationType, new: ComputationType) -> Codes:
     """The same actions, all of one type, as another type."""
     return np.asarray(codes + (TYPE_NUMBER[new] - TYPE_NUMBER[old]))
+
+
+def alone(codes: Codes, kinds: NDArray[np.int64]) -> Codes:
+    """Actions of the same stages and microbatches, but of these types (as numbers), and joined to none."""
+    return np.asarray(codes & ~(JOINED | _TYPE_MASK) | kinds)
 
 
 def further(codes: Codes, stages: NDArray[np.int64]) -> Codes:
@@ -132,28 +151,24 @@ def is_joined(codes: Codes) -> NDArray[np.bool_]:
 
 def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
     """Whether each code is what a compute-only schedule may hold."""
-    return np.asarray(_COMPUTE_OR_IDLE[types(codes)])
+    return ~_IS_OTHER[types(codes)]
 
 
 def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
     """Whether these codes, whose ranks begin at the offsets, stand for actions, and for overlaps of compute actions."""
-    blocks = range(0, len(codes), _BLOCK)  # which fit into the caches, with all that is made of them
-    if not all(_are_actions(codes[begin : begin + _BLOCK]) for begin in blocks):
+    blocks = [codes[begin : begin + _BLOCK] for begin in range(0, len(codes), _BLOCK)]  # which fit into the caches
+    if not all(map(_are_actions, blocks)):
         return False
-    if not any((codes[begin : begin + _BLOCK] & JOINED).any() for begin in blocks):
+    if not any((block & JOINED).any() for block in blocks):
         return True
-    together, kinds = (codes & JOINED).nonzero()[0], types(codes)
-    begins_a_row = codes[offsets[:-1][offsets[:-1] < len(codes)]] & JOINED
-    if begins_a_row.any():
-        return False
-    return bool(_IS_COMPUTE[kinds[together]].all() and _IS_COMPUTE[kinds[together - 1]].all())
+    begin = offsets[:-1][offsets[:-1] < len(codes)]
+    before = codes[(codes & JOINED).nonzero()[0] - 1]
+    return bool(not (codes[begin] & JOINED).any() and are_among(COMPUTE)[types(before)].all())
 
 
 def _are_actions(codes: Codes) -> bool:
-    kinds = types(codes)
-    if codes.min(initial=0) < 0 or (_HAS_MICROBATCH[kinds] != (codes & _MICROBATCH_BITS > 0)).any():
-        return False
-    return bool(_IS_ACTION_OR_IDLE[kinds].all())
+    has_microbatch = codes & _MICROBATCH_BITS > 0
+    return bool(codes.min() >= 0 and (_MICROBATCHES[codes & (JOINED | _TYPE_MASK)] == has_microbatch).all())
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

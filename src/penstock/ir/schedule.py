@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 
@@ -140,7 +141,7 @@ class Schedule:
         if placement is not None and placement.ranks != len(rows):
             raise PlacementError(f"the placement is for {placement.ranks} ranks, but there are {len(rows)} rows")
         codes = _frozen(np.concatenate(rows, dtype=np.int64))
-        offsets = _frozen(np.concatenate([[0], np.cumsum([len(row) for row in rows])]))
+        offsets = _frozen(np.array([0, *accumulate(map(len, rows))], np.int64))
         put = object.__setattr__
         put(self, "_codes", codes)
         put(self, "_offsets", offsets)

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph.leaves import NOWHERE
 from penstock.graph.sorting import order_by
 from penstock.ir.actions import LARGEST_INDEX
 from penstock.ir.dependencies import TRANSFERS
 from penstock.ir.numbers import whole_number
-from penstock.lowering.rows import rebuilt, without_idle
+from penstock.lowering.rows import rebuilt, taken_apart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from penstock.graph.leaves import Leaves
     from penstock.ir.schedule import Schedule
 
 
-def defer_receives(schedule: Schedule, look_ahead: int | None = None) -> Schedule:
+def defer_receives(schedule: Schedule | Leaves, look_ahead: int | None = None) -> Schedule:
     """Every receive right before the action that needs it; or as many uses earlier as ``look_ahead`` says.
 
     Without ``look_ahead`` the lower rank of a pair posts its receives before it sends to the other, lest both wait to
@@ -33,8 +34,7 @@ def defer_receives(schedule: Schedule, look_ahead: int | None = None) -> Schedul
     """
     if look_ahead is not None:
         look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
-    schedule = without_idle(schedule)
-    leaves = Leaves(schedule)
+    leaves = taken_apart(schedule)
     #: Everything stands before the place that sets it off; a receive before its trigger, and the trigger itself last.
     trigger = np.arange(len(leaves))
     first_of_cell = np.searchsorted(leaves.cell, leaves.cell)
@@ -49,15 +49,14 @@ def defer_receives(schedule: Schedule, look_ahead: int | None = None) -> Schedul
     trigger[receives] = place
     order_at_trigger[receives] = np.where((place == flushed) | (wanted != user), receives, user)
     order = order_by(trigger, order_at_trigger)
-    return rebuilt(schedule, leaves.codes[order], leaves.rank[order])
+    return rebuilt(leaves.schedule, leaves.codes[order], leaves.rank[order])
 
 
 def _uses(leaves: Leaves) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Every receive that is used after it stands, and the action that uses it."""
     receives, users = [], []
     for transfer in TRANSFERS:
-        mine = leaves.are(transfer.receive)
-        mine = mine[leaves.in_range[mine]]
+        mine = leaves.are_in_range(transfer.receive)
         user = leaves.find_any(transfer.needed_by, leaves.stage[mine], leaves.microbatch[mine])
         good = (user != NOWHERE) & (user > mine) & (leaves.rank[user] == leaves.rank[mine])
         receives.append(mine[good])

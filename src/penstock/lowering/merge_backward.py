@@ -8,21 +8,22 @@ import numpy as np
 
 from penstock.ir import packed
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
-from penstock.lowering.rows import ranks_of, rebuilt, without_idle
+from penstock.lowering.rows import rebuilt, taken_apart
 
 if TYPE_CHECKING:
+    from penstock.graph.leaves import Leaves
     from penstock.ir.schedule import Schedule
 
 
-def merge_backward(schedule: Schedule) -> Schedule:
+def merge_backward(schedule: Schedule | Leaves) -> Schedule:
     """An I directly followed by the W of the same stage and microbatch becomes a B; idle steps between do not count.
 
     >>> from penstock.ir.schedule import Schedule
     >>> merge_backward(Schedule([["0F0", "0F1", "0I0", None, "0W0", "0I1"]])).actions[0]
     (0F0, 0F1, 0B0, 0I1)
     """
-    schedule = without_idle(schedule)
-    codes, ranks = schedule.codes, ranks_of(schedule)
+    leaves = taken_apart(schedule)
+    codes, ranks = leaves.codes, leaves.rank
     kinds, joined = packed.types(codes), packed.is_joined(codes)
     alone = ~joined
     alone[:-1] &= ~joined[1:]
@@ -39,4 +40,4 @@ def merge_backward(schedule: Schedule) -> Schedule:
     merged = codes.copy()
     merged[first] = packed.retyped(merged[first], BACKWARD_INPUT, FULL_BACKWARD)
     kept = ~np.roll(first, 1)
-    return rebuilt(schedule, merged[kept], ranks[kept])
+    return rebuilt(leaves.schedule, merged[kept], ranks[kept])

@@ -22,7 +22,7 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering.defer_receives import defer_receives as deferred
 from penstock.lowering.merge_backward import merge_backward as merged
 from penstock.lowering.reduce_gradients import reduce_gradients
-from penstock.lowering.rows import without_idle
+from penstock.lowering.rows import taken_apart
 from penstock.lowering.send_receive import in_turns
 from penstock.lowering.unshard_reshard import unshard_reshard
 from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, verify_structure
@@ -33,9 +33,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.graph.leaves import Leaves
     from penstock.ir.actions import ComputationType
 
-    Pass = Callable[[Schedule], tuple[Schedule, NDArray[np.int64] | None]]
+    Pass = Callable[[Leaves], tuple[Schedule, NDArray[np.int64] | None]]
 
 WITHOUT_LANES: Final = CommModel(buffering="rendezvous", lanes="message")
 
@@ -82,8 +83,7 @@ def lower(
         raise ScheduleError("the schedule is lowered already: it has other actions than F, B, I and W")
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
-    verify_structure(schedule)
-    lowered = without_idle(schedule)
+    leaves = taken_apart(verify_structure(schedule))
     for lowering in _lowerings(
         merge_backward=merge_backward,
         max_active_stages=max_active_stages if unshard else None,
@@ -92,12 +92,12 @@ def lower(
         look_ahead=look_ahead,
     ):
         try:
-            before, (lowered, turns) = lowered, lowering.run(lowered)
+            lowered, turns = lowering.run(leaves)
         except ScheduleError:
             verify(schedule)  # the compute actions wait in a circle, most likely: then this shows it
             raise
-        verify_change(before, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
-    return lowered
+        leaves = verify_change(leaves, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
+    return leaves.schedule
 
 
 class _Lowering(NamedTuple):
@@ -130,5 +130,5 @@ def _lowerings(
         yield _Lowering(_unwitnessed(late), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
 
 
-def _unwitnessed(run: Callable[[Schedule], Schedule]) -> Pass:
-    return lambda schedule: (run(schedule), None)
+def _unwitnessed(run: Callable[[Leaves], Schedule]) -> Pass:
+    return lambda leaves: (run(leaves), None)

@@ -6,13 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.graph.leaves import NOWHERE, Leaves
 from penstock.ir import packed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from penstock.graph.leaves import Places
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
+
+
+def taken_apart(schedule: Schedule | Leaves) -> Leaves:
+    """The actions of a schedule without its idle steps; as they are if somebody has taken it apart already."""
+    leaves = schedule if isinstance(schedule, Leaves) else Leaves(schedule)
+    if len(leaves) == len(leaves.schedule.codes):
+        return leaves
+    return Leaves(rebuilt(leaves.schedule, leaves.codes, leaves.rank))
 
 
 def ranks_of(schedule: Schedule) -> NDArray[np.int64]:
@@ -31,18 +41,24 @@ def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[An
     return schedule.with_codes(codes, np.searchsorted(ranks, np.arange(schedule.ranks + 1)))
 
 
-def cell_ends(codes: Codes, places: NDArray[np.int64]) -> NDArray[np.int64]:
+def inserted(leaves: Leaves, places: Places, codes: Codes, ranks: Places) -> Schedule:
+    """The same schedule with more actions: each before the one at its place, on its rank; they come in order."""
+    schedule = leaves.schedule
+    offsets = schedule.offsets + ranks.searchsorted(np.arange(schedule.ranks + 1))
+    return schedule.with_codes(np.insert(leaves.codes, places, codes), offsets)
+
+
+def cell_ends(leaves: Leaves, places: Places) -> Places:
     """Where the cell of each of these places ends: behind the whole of an overlap."""
-    starts = np.append(packed.cell_starts(codes), len(codes))
-    return np.asarray(starts[np.searchsorted(starts, places, side="right")])
+    return np.asarray(leaves.cell.searchsorted(leaves.cell[places], side="right"))
 
 
-def last_of_each_stage(stages: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The last of these places, which are in order, for every stage that they are of, in order."""
-    mine = stages[places]
-    if mine.max(initial=0) > 2 * len(mine) + 1000:  # numbers so far apart would not fit into a table
-        _, from_the_end = np.unique(mine[::-1], return_index=True)
+def last_of_each_stage(leaves: Leaves, places: Places) -> Places:
+    """The last of these places for every stage that they are of, in order."""
+    stage = leaves.stage[places]
+    if not leaves.all_in_range:  # numbers far apart would not fit into a table
+        _, from_the_end = np.unique(stage[::-1], return_index=True)
         return np.sort(places[::-1][from_the_end])
-    last = np.full(mine.max(initial=0) + 1, -1, np.int64)
-    last[mine] = places  # of several the last stays
-    return np.sort(last[last >= 0])
+    last = np.full(leaves.stages, NOWHERE, np.int64)
+    last[stage] = places  # of several the last stays
+    return np.sort(last[last != NOWHERE])

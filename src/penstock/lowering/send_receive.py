@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph.leaves import NOWHERE
 from penstock.graph.sorting import order_by
 from penstock.graph.walk import UNREACHED, longest_path
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFERS
-from penstock.lowering.rows import without_idle
+from penstock.lowering.rows import rebuilt, taken_apart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from penstock.graph.leaves import Leaves, Places
+    from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
+
+#: The types of actions that make what is sent; and by the number of such a type to which stage, and how.
+_MAKERS: Final = tuple(kind for transfer in TRANSFERS for kind in transfer.made_by)
+_STAGE_OFFSET, _SEND, _RECEIVE = np.zeros((3, len(packed.TYPE_NUMBER) + 1), np.int64)
+for _transfer in TRANSFERS:
+    _numbers = [packed.TYPE_NUMBER[kind] for kind in _transfer.made_by]
+    _STAGE_OFFSET[_numbers] = _transfer.stage_offset
+    _SEND[_numbers], _RECEIVE[_numbers] = (packed.TYPE_NUMBER[kind] for kind in (_transfer.send, _transfer.receive))
 
 
 def send_receive(schedule: Schedule) -> Schedule:
@@ -37,53 +47,52 @@ def send_receive(schedule: Schedule) -> Schedule:
     return in_turns(schedule)[0]
 
 
-def in_turns(schedule: Schedule) -> tuple[Schedule, NDArray[np.int64]]:
+def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, NDArray[np.int64]]:
     """As ``send_receive``, and of every action when its turn is: whatever it waits for has an earlier one.
 
     A send and its receive have one turn, and so have the sub-actions of an overlap.
     """
-    schedule = without_idle(schedule)
-    leaves = Leaves(schedule)
-    turn = _rounds(leaves)[leaves.cell] * schedule.ranks + leaves.rank
-    codes, ranks, turns, places = [leaves.codes], [leaves.rank], [turn], [np.arange(len(leaves), dtype=np.int32)]
-    for transfer in TRANSFERS:
-        sent = leaves.are(*transfer.made_by)
-        target = leaves.stage[sent] + transfer.stage_offset
-        inside = (target >= 0) & (target < schedule.stages)
-        sent, target = sent[inside], target[inside]
-        away = leaves.home[target] != leaves.rank[sent]
-        sent, target = sent[away], target[away]
-        for kind, stage, rank in (
-            (transfer.send, leaves.stage[sent], leaves.rank[sent]),
-            (transfer.receive, target, leaves.home[target]),
-        ):
-            codes.append(packed.pack(stage, kind, leaves.microbatch[sent]))
-            ranks.append(rank)
-            turns.append(turn[sent])
-            places.append(sent + len(leaves))  # in one turn: first the action, then what it sends, part by part
-    rank_of, turn_of, place_of = np.concatenate(ranks), np.concatenate(turns), np.concatenate(places)
-    order = order_by(rank_of, turn_of, place_of)
-    when = turn_of * (len(leaves) + 1) + np.maximum(place_of - (len(leaves) - 1), 0)
-    offsets = np.append(0, np.cumsum(np.bincount(rank_of, minlength=schedule.ranks)))
-    return schedule.with_codes(np.concatenate(codes)[order], offsets), when[order]
+    leaves = taken_apart(schedule)
+    ranks, count = leaves.schedule.ranks, len(leaves)
+    turn = _rounds(leaves)[leaves.cell] * ranks + leaves.rank
+    made, sends, receives, receivers = _transfers(leaves)
+    code_of = np.concatenate([leaves.codes, sends, receives])
+    rank_of = np.concatenate([leaves.rank, leaves.rank[made], receivers])
+    place_of = np.concatenate([np.arange(count, dtype=np.int32), made, made])
+    turn_of, is_added = turn[place_of], np.arange(len(place_of)) >= count
+    # In one turn: first the actions, then what they send, part by part.
+    order = order_by(rank_of, turn_of, place_of + is_added * count)
+    when = turn_of * (count + 1) + is_added * (place_of + 1)
+    return rebuilt(leaves.schedule, code_of[order], rank_of[order]), when[order]
+
+
+def _transfers(leaves: Leaves) -> tuple[Places, Codes, Codes, Places]:
+    """Where what goes to another rank is made; the send and the receive of it, and the rank that receives."""
+    made = leaves.are_in_range(*_MAKERS)
+    kind = leaves.kind[made]
+    home = leaves.home[leaves.stage[made] + _STAGE_OFFSET[kind]]
+    away = (home != leaves.rank[made]) & (home != NOWHERE)
+    made, kind = made[away], kind[away]
+    sends = packed.alone(leaves.codes[made], _SEND[kind])
+    receives = packed.further(packed.alone(sends, _RECEIVE[kind]), _STAGE_OFFSET[kind])
+    return made, sends, receives, home[away]
 
 
 def _rounds(leaves: Leaves) -> NDArray[np.int64]:
     """The round in which every cell gets its turn."""
-    cells = int(leaves.cell[-1]) + 1 if len(leaves) else 0
-    rank = np.zeros(cells, np.int32)
+    rank = np.zeros(leaves.cells, np.int32)
     rank[leaves.cell] = leaves.rank
-    later = np.flatnonzero(rank[1:] == rank[:-1]).astype(np.int32) + np.int32(1)
+    earlier = (rank[1:] == rank[:-1]).nonzero()[0]
     consumer, producer = leaves.inputs
-    from_elsewhere = (producer != NOWHERE) & (leaves.rank[consumer] != leaves.rank[producer])
-    consumer, producer = consumer[from_elsewhere], producer[from_elsewhere]
+    here, there = leaves.rank[consumer], leaves.rank[producer]
+    elsewhere = (here != there).nonzero()[0]
+    consumer, producer = consumer[elsewhere], producer[elsewhere]
     # Within a round the lower rank comes first: what it makes, a higher one may use in the same round.
-    wait = (leaves.rank[producer] > leaves.rank[consumer]).astype(np.int8)
     rounds = longest_path(
-        cells,
-        np.concatenate([later - 1, leaves.cell[producer]]),
-        np.concatenate([later, leaves.cell[consumer]]),
-        np.concatenate([np.ones(len(later), np.int8), wait]),
+        leaves.cells,
+        np.concatenate([earlier, leaves.cell[producer]]),
+        np.concatenate([earlier + 1, leaves.cell[consumer]]),
+        np.concatenate([np.ones(len(earlier), bool), (there > here)[elsewhere]]).view(np.int8),
     )
     if (rounds == UNREACHED).any():
         raise ScheduleError("some action waits for ever, so there is no order for its transfers; check the schedule")

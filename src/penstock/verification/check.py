@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from penstock.errors import ModelError, ScheduleError, SizeError, VerificationError
 from penstock.graph.leaves import Leaves, too_sparse
 from penstock.graph.models import MODELS, CommModel
@@ -27,6 +25,7 @@ from penstock.verification.window import picture
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from penstock.ir.actions import ComputationType
@@ -69,25 +68,31 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
         raise VerificationError(findings, picture(schedule, findings))
 
 
-def verify_structure(schedule: Schedule) -> None:
-    """``verify`` without the proof that nothing waits in a circle: for who proves that on the way."""
+def verify_structure(schedule: Schedule) -> Leaves:
+    """``verify`` without the proof that nothing waits in a circle: for who proves that on the way.
+
+    What has been looked at is returned, so that nobody else need take the schedule apart.
+    """
     _check_arguments(schedule, DEFAULT_MODEL, None)
-    findings = [_sparse(schedule)] if too_sparse(schedule) else told(found(_structure(Leaves(schedule))))
+    leaves = Leaves(schedule)
+    findings = [_sparse(schedule)] if too_sparse(schedule) else told(found(_structure(leaves)))
     if findings:
         raise VerificationError(findings, picture(schedule, findings))
+    return leaves
 
 
 def verify_change(
-    before: Schedule,
+    before: Leaves,
     after: Schedule,
     touched: frozenset[ComputationType],
     *,
     model: CommModel = DEFAULT_MODEL,
     turns: NDArray[np.int64] | None = None,
-) -> None:
+) -> Leaves:
     """``verify(after)``, at the cost of what is new: ``before`` is proved, and only actions ``touched`` came or moved.
 
-    Only the checks that these types have to do with are made again. If anything else has changed, all are.
+    Only the checks that these types have to do with are made again. If anything else has changed, all are. The leaves
+    of what is proved now are returned.
 
     Args:
         before: what is proved.
@@ -96,9 +101,10 @@ def verify_change(
         model: how communication behaves.
         turns: a witness that nothing waits in a circle, see ``deadlocked``.
     """
-    if not (touched.isdisjoint(COMPUTE) and _same_but_for(touched, before, after)):
-        return verify(after, model=model)
-    leaves = Leaves(after)
+    leaves = before.grown_into(after, touched) if touched.isdisjoint(COMPUTE) else None
+    if leaves is None:
+        verify(after, model=model)
+        return Leaves(after)
     problems = [misplaced(leaves)]
     if touched & {UNSHARD, RESHARD}:
         problems.append(wrongly_sharded(leaves))
@@ -111,18 +117,7 @@ def verify_change(
         wrong += deadlocked(leaves, model, turns, alone=not wrong)
     if findings := told(wrong):
         raise VerificationError(findings, picture(after, findings))
-    return None
-
-
-def _same_but_for(touched: frozenset[ComputationType], before: Schedule, after: Schedule) -> bool:
-    """Whether all actions of other types stand as they stood, on every rank."""
-    is_touched = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
-    is_touched[[packed.TYPE_NUMBER[kind] for kind in touched]] = True
-    rows = []
-    for schedule in (before, after):
-        kept = ~is_touched[packed.types(schedule.codes)]
-        rows.append((schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets]))
-    return all(np.array_equal(*facts) for facts in zip(*rows, strict=True))
+    return leaves
 
 
 def safe_models(schedule: Schedule) -> dict[CommModel, bool]:

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.graph.leaves import NOWHERE
-from penstock.ir import packed
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
-    SHARDING,
     Action,
     ComputationType,
 )
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 def misplaced(leaves: Leaves) -> Iterator[Problem]:
     """Actions on a rank that does not hold their stage, and microbatches that there are not."""
     schedule = leaves.schedule
-    if leaves.all_in_range and (leaves.home[leaves.stage] == leaves.rank).all():
+    if leaves.all_at_home:
         return
     unknown = leaves.stage >= schedule.stages
     away = ~unknown
@@ -62,25 +60,19 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
 
 def repeated(leaves: Leaves) -> Iterator[Problem]:
     """The same action twice."""
-    keys = np.sort(leaves.codes[leaves.microbatch >= 0] & ~packed.JOINED)
-    if not (keys[1:] == keys[:-1]).any():
+    again = leaves.repetitions
+    if not len(again):
         return
-    present = np.bincount(leaves.kind, minlength=len(ComputationType) + 1)
     for kind in ComputationType:
-        if present[packed.TYPE_NUMBER[kind]] and kind not in SHARDING:
-            mine = leaves.are(kind)
-            mine = mine[leaves.in_range[mine]]
-            again = mine[leaves.find(kind, leaves.stage[mine], leaves.microbatch[mine]) != mine]
-            yield Problem("repeated", again, at(leaves, "repeated", "{} is there a second time", "drop it"))
+        mine = again[leaves.is_kind(again, kind)]
+        yield Problem("repeated", mine, at(leaves, "repeated", "{} is there a second time", "drop it"))
 
 
 def missing(leaves: Leaves) -> Iterator[Problem]:
     """What a stage does not do for a microbatch, and a backward that is there both whole and in halves."""
-    forward, whole, first, second = (
-        leaves.table(kind) for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    no_forward, no_whole, no_first, no_second = (
+        leaves.places(kind) == NOWHERE for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
-    no_forward, no_whole = forward == NOWHERE, whole == NOWHERE
-    no_first, no_second = first == NOWHERE, second == NOWHERE
     if not no_forward.any() and (no_first == no_second).all() and (no_whole != no_first).all():
         return  # everything forward, and everything backward either whole or in its two halves
     yield Problem("missing", np.flatnonzero(no_forward), _absent(leaves, FORWARD))
@@ -89,11 +81,10 @@ def missing(leaves: Leaves) -> Iterator[Problem]:
     yield Problem("missing", np.flatnonzero(no_whole & no_first & no_second), _absent(leaves, FULL_BACKWARD))
     yield Problem("missing", np.flatnonzero(no_whole & ~no_first & no_second), _absent(leaves, BACKWARD_WEIGHT))
     yield Problem("missing", np.flatnonzero(no_whole & no_first & ~no_second), _absent(leaves, BACKWARD_INPUT))
-    both = np.flatnonzero(~no_whole & ~(no_first & no_second))
-    halves = np.where(first[both] == NOWHERE, second[both], first[both])
+    halves = np.where(no_first, leaves.places(BACKWARD_WEIGHT), leaves.places(BACKWARD_INPUT))
     yield Problem(
         "backward_twice",
-        halves,
+        halves[~no_whole & ~(no_first & no_second)],
         at(leaves, "backward_twice", "{} is half of a backward that is there as a whole too", "keep one of the two"),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock.graph.leaves import NOWHERE
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from penstock.verification.findings import Finding, Problem, action_at, position
 
@@ -24,11 +23,10 @@ _KINDS: Final = {
 def disordered(leaves: Leaves) -> Iterator[Problem]:
     """Actions that come before what they need."""
     waiting, awaited = leaves.inputs
-    late = (awaited != NOWHERE) & (leaves.rank[waiting] == leaves.rank[awaited])
-    late &= leaves.cell[awaited] >= leaves.cell[waiting]
-    waiting, awaited = waiting[late], awaited[late]
-    if not len(waiting):
+    late = (leaves.cell[awaited] >= leaves.cell[waiting]) & (leaves.rank[awaited] == leaves.rank[waiting])
+    if not late.any():
         return
+    waiting, awaited = waiting[late], awaited[late]
 
     def tell(number: int) -> Finding:
         action, need = action_at(leaves, waiting[number]), action_at(leaves, awaited[number])

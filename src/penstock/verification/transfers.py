@@ -38,25 +38,23 @@ def untransferred(leaves: Leaves) -> Iterator[Problem]:
 
 def _all_well(leaves: Leaves, transfer: Transfer) -> bool:
     """Whether everything that this kind of transfer is for is sent once and received once, in time."""
-    sends, receives = leaves.are(transfer.send), leaves.are(transfer.receive)
+    sent, received = leaves.table(transfer.send), leaves.table(transfer.receive)
     made, needed = leaves.table_of_any(transfer.made_by), leaves.table_of_any(transfer.needed_by)
     users = (needed != NOWHERE).nonzero()[0]
-    sources = users - transfer.stage_offset * leaves.microbatches
-    exists = (sources >= 0) & (sources < len(needed))
-    users, sources = users[exists], sources[exists]
-    away = leaves.home_of_slot[users] != leaves.home_of_slot[sources]
+    sources = users - transfer.stage_offset * leaves.stride
+    home, source_home = leaves.home_of_slot[users], leaves.home_of_slot[sources]
+    away = (home != source_home) & (source_home != NOWHERE)
     users, sources = users[away], sources[away]
-    if not len(users) == len(sends) == len(receives):
+    if not len(users) == len(leaves.are(transfer.send)) == len(leaves.are(transfer.receive)):
         return False
-    sent, received, maker = leaves.table(transfer.send)[sources], leaves.table(transfer.receive)[users], made[sources]
-    in_time = (maker < sent) & (received < needed[users])
-    return bool((in_time & (maker != NOWHERE) & (received != NOWHERE)).all())
+    maker, receive = made[sources], received[users]
+    in_time = (maker < sent[sources]) & (receive < needed[users])
+    return bool(in_time.all() and maker.min(initial=0) != NOWHERE and receive.min(initial=0) != NOWHERE)
 
 
 def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Generator[Problem, None, Ints]:
     """The operations of this type that go between two ranks; the others are problems."""
-    mine = leaves.are(kind)
-    mine = mine[leaves.in_range[mine]]
+    mine = leaves.are_in_range(kind)
     peer = leaves.stage[mine] + offset
     inside = (peer >= 0) & (peer < leaves.stages)
     yield Problem(
@@ -83,7 +81,7 @@ def _unmatched(leaves: Leaves, mine: Ints, transfer: Transfer, other: Computatio
     def tell(place: int) -> Finding:
         stage, microbatch = int(leaves.stage[place]) + offset, int(leaves.microbatch[place])
         absent, rank = Action(stage, other, microbatch), int(leaves.home[stage])
-        partner = int(leaves.table_of_any(partners)[stage * leaves.microbatches + microbatch])
+        partner = int(leaves.find_any(partners, np.array(stage), np.array(microbatch)))
         where = f" {'before' if receiving else 'behind'} {action_at(leaves, partner)}" if partner != NOWHERE else ""
         return at(leaves, "unmatched", f"{{}} has no {absent} on rank {rank}", f"add {absent}{where} on rank {rank}")(
             place
