@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Final
 
-from penstock.errors import SizeError, UnknownScheduleError
+from penstock.errors import CostsError, SizeError, UnknownScheduleError
 from penstock.ir.numbers import whole_number
 from penstock.schedules.dual_pipe_v import dual_pipe_v
+from penstock.schedules.fitting import fitted
 from penstock.schedules.forward_only import forward_only
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.ir.schedule import Schedule
+    from penstock.schedules.fitting import StageCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Recipe:
         generate: the pure function that builds it.
         stages_per_rank: how many stages a rank has unless asked otherwise.
         any_stages: whether it can be asked otherwise.
+        fits_costs: whether it can be built for given costs: if its backwards are split, and so leave a choice.
         summary: one line on it.
     """
 
@@ -43,11 +46,20 @@ class Recipe:
     generate: Callable[..., Schedule]
     stages_per_rank: int
     any_stages: bool
+    fits_costs: bool
     summary: str
 
 
-def _recipe(name: str, generate: Callable[..., Schedule], stages_per_rank: int, *, any_stages: bool = False) -> Recipe:
-    return Recipe(name, generate, stages_per_rank, any_stages, (generate.__doc__ or "").partition("\n")[0])
+def _recipe(
+    name: str,
+    generate: Callable[..., Schedule],
+    stages_per_rank: int,
+    *,
+    any_stages: bool = False,
+    fits_costs: bool = False,
+) -> Recipe:
+    summary = (generate.__doc__ or "").partition("\n")[0]
+    return Recipe(name, generate, stages_per_rank, any_stages, fits_costs, summary)
 
 
 #: Every schedule, the classic ones first.
@@ -57,12 +69,12 @@ RECIPES: Final = (
     _recipe("1F1B", one_f_one_b, 1),
     _recipe("Interleaved1F1B", interleaved_one_f_one_b, 2, any_stages=True),
     _recipe("LoopedBFS", looped_bfs, 2, any_stages=True),
-    _recipe("ZB-H1", zb_h1, 1),
-    _recipe("ZB-H2", zb_h2, 1),
-    _recipe("InterleavedZeroBubble", interleaved_zero_bubble, 2, any_stages=True),
-    _recipe("ZBVZeroBubble", zbv_zero_bubble, 2),
-    _recipe("V-Half", v_half, 2),
-    _recipe("V-Min", v_min, 2),
+    _recipe("ZB-H1", zb_h1, 1, fits_costs=True),
+    _recipe("ZB-H2", zb_h2, 1, fits_costs=True),
+    _recipe("InterleavedZeroBubble", interleaved_zero_bubble, 2, any_stages=True, fits_costs=True),
+    _recipe("ZBVZeroBubble", zbv_zero_bubble, 2, fits_costs=True),
+    _recipe("V-Half", v_half, 2, fits_costs=True),
+    _recipe("V-Min", v_min, 2, fits_costs=True),
     _recipe("DualPipeV", dual_pipe_v, 2),
 )
 
@@ -82,7 +94,14 @@ def recipe(name: str) -> Recipe:
     return found
 
 
-def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
+def build(
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    costs: StageCosts | None = None,
+) -> Schedule:
     """Build the schedule of this name.
 
     Args:
@@ -90,14 +109,28 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
         ranks: how many ranks the pipeline has.
         microbatches: how many microbatches one step of training has; any number from 1 works.
         stages_per_rank: how many stages each rank has, for the schedules that leave a choice.
+        costs: what its actions cost, if the weight gradients are to be placed for that; for the schedules that split
+            the backward. The order has then no longer a span than without, and takes no more memory.
 
     >>> build("GPipe", ranks=2, microbatches=2)
     <Schedule GPipe: 2 ranks, 2 stages, 2 microbatches, 8 actions>
     """
     chosen = recipe(name)
+    schedule = chosen.generate(ranks, microbatches, *_stages(chosen, stages_per_rank))
+    if costs is None:
+        return schedule
+    if not chosen.fits_costs:
+        able = ", ".join(known.name for known in RECIPES if known.fits_costs)
+        raise CostsError(
+            f"{chosen.name} has the same order whatever the costs: leave them out, or choose one of {able}", value=costs
+        )
+    return fitted(schedule, costs)
+
+
+def _stages(chosen: Recipe, stages_per_rank: int | None) -> tuple[int, ...]:
+    """The number of stages per rank, if the generator takes one."""
     if chosen.any_stages:
-        stages = chosen.stages_per_rank if stages_per_rank is None else stages_per_rank
-        return chosen.generate(ranks, microbatches, stages)
+        return (chosen.stages_per_rank if stages_per_rank is None else stages_per_rank,)
     if stages_per_rank is not None and whole_number("stages_per_rank", stages_per_rank) != chosen.stages_per_rank:
         raise SizeError(
             f"{chosen.name} has {chosen.stages_per_rank} stage{'s' * (chosen.stages_per_rank > 1)} per rank, not "
@@ -105,7 +138,7 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
             field="stages_per_rank",
             value=stages_per_rank,
         )
-    return chosen.generate(ranks, microbatches)
+    return ()
 
 
 def _key(name: str) -> str:

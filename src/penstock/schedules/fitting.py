@@ -1,0 +1,289 @@
+"""The fitter for schedules that split the backward: weight gradients go where a rank would idle, for given costs.
+
+An order that does not know the costs is at its best only at those it was drawn for. Here forwards and input gradients
+keep their order. No other rank waits for a weight gradient, so it is put off until its own has nothing else to do, or
+needs the memory. How long a gap must be to be worth one depends on who waits for what comes behind it: that is tried.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from penstock.errors import CostsError
+from penstock.ir import packed
+from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from penstock.ir.dependencies import NEEDS
+from penstock.ir.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Floats = NDArray[np.float64]
+
+#: A gap is filled if it is at least so long, as a share of the weight gradient that would fill it.
+PATIENCES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+#: The share of a limit of memory that is no more than rounding.
+ROUNDING: Final = 1e-9
+
+_FIELDS: Final = {FORWARD: "forward", BACKWARD_INPUT: "backward_input", BACKWARD_WEIGHT: "backward_weight"}
+_NONE: Final = -1
+
+
+@runtime_checkable
+class StageCosts(Protocol):
+    """What has to be known of the costs; ``penstock.Costs`` knows it."""
+
+    @property
+    def dispatch(self) -> float:
+        """Time that a rank takes to start an action."""
+
+    def per_stage(self, field: str, stages: int) -> Floats:
+        """A field of ``penstock.Costs``, for each of so many stages."""
+
+    def transfer(self, stages: int, *, backward: bool) -> Floats:
+        """The time of a transfer over the edge behind each of the stages but the last."""
+
+
+def fitted(schedule: Schedule, costs: StageCosts) -> Schedule:
+    """The schedule with its weight gradients placed for these costs.
+
+    It is the best of about a dozen, by span and then by makespan. The schedule as it stands is one of them, and no rank
+    holds more memory than in that one. Each takes O(actions x log ranks).
+
+    >>> from penstock.schedules.zbv_zero_bubble import zbv_zero_bubble
+    >>> from penstock.simulation.costs import Costs
+    >>> plain = zbv_zero_bubble(ranks=2, microbatches=3)
+    >>> for row in fitted(plain, Costs(forward=2, backward_input=2, backward_weight=1)).actions:
+    ...     print(*row)
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0W1 0I2 0W2
+    1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+    """
+    if not isinstance(costs, StageCosts):
+        raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
+    score = _score(schedule, costs)
+    rows = [list(range(begin, end)) for begin, end in pairwise(schedule.offsets.tolist())]
+    plain = _play(score, [_Rank(row) for row in rows])
+
+    put_off = set(score.owes)
+    orders = [[action for action in row if action not in put_off] for row in rows]
+    limits = [peak * (1 + ROUNDING) for peak in plain.peaks]
+
+    def played(patience: float, hurried: int = 0) -> _Played:
+        """The ranks fill gaps with this patience; the first few fill any, once nothing but the tail is left."""
+        ranks = [_Rank(order, score.owes, limit, patience) for order, limit in zip(orders, limits, strict=True)]
+        for rank in ranks[:hurried]:
+            rank.hurried_from = _tail(rank.order, score)
+        return _play(score, ranks)
+
+    by_patience = {patience: played(patience) for patience in PATIENCES}
+    best = min(by_patience, key=lambda patience: by_patience[patience].quality)
+    hurrying = [played(best, hurried) for hurried in _doubling(schedule.ranks)]
+    chosen = min([plain, *by_patience.values(), *hurrying], key=lambda each: each.quality)
+    if chosen is plain:
+        return schedule
+    return Schedule.from_codes(
+        [schedule.codes[row] for row in chosen.rows],
+        placement=schedule.placement,
+        microbatches=schedule.microbatches,
+        metadata={**schedule.metadata, "name": f"{schedule.metadata['name']}, fitted"},
+    )
+
+
+class _Score(NamedTuple):
+    """Every action of a schedule by its number in ``codes``: what it waits for, and what it takes.
+
+    Attributes:
+        stage: its stage.
+        awaits: the action that it waits for; if for none, one behind the last, which has always ended.
+        delay: how long after the end of that it can start.
+        duration: how long it takes.
+        change: the memory that it takes at its start, or releases at its end: then it is negative.
+        owes: the weight gradient that an input gradient makes possible, else none.
+        reader: the rank that waits for it.
+        dispatch: how long a rank takes to start any action.
+    """
+
+    stage: list[int]
+    awaits: list[int]
+    delay: list[float]
+    duration: list[float]
+    change: list[float]
+    owes: list[int]
+    reader: list[int]
+    dispatch: float
+
+
+def _score(schedule: Schedule, costs: StageCosts) -> _Score:
+    codes, stages, actions = schedule.codes, schedule.stages, len(schedule.codes)
+    stage, microbatch, kind = packed.stages(codes), packed.microbatches(codes), packed.types(codes)
+    of_kind = {each: np.flatnonzero(kind == packed.TYPE_NUMBER[each]) for each in _FIELDS}
+    # Where each action is, with a stage at both ends that has none: what is not there has always ended.
+    at = {each: np.full((stages + 2, schedule.microbatches), actions) for each in _FIELDS}
+    for each, mine in of_kind.items():
+        at[each][stage[mine] + 1, microbatch[mine]] = mine
+
+    activation, share = costs.per_stage("activation", stages), costs.per_stage("input_release", stages)
+    early = activation * share
+    changes = {FORWARD: activation, BACKWARD_INPUT: -early, BACKWARD_WEIGHT: early - activation}
+    awaits, duration, change = np.full(actions, actions), np.zeros(actions), np.zeros(actions)
+    for each, mine in of_kind.items():
+        duration[mine] = costs.per_stage(_FIELDS[each], stages)[stage[mine]]
+        change[mine] = changes[each][stage[mine]]
+        for need in NEEDS[each]:  # the last that there is counts: it has itself waited for the others
+            (provider,) = at.keys() & set(need.any_of)
+            found = at[provider][stage[mine] + 1 + need.stage_offset, microbatch[mine]]
+            awaits[mine] = np.where(found < actions, found, awaits[mine])
+    delay, reader = _transfers(schedule, awaits, costs)
+    owes, inputs = np.full(actions, _NONE), of_kind[BACKWARD_INPUT]
+    owes[inputs] = at[BACKWARD_WEIGHT][stage[inputs] + 1, microbatch[inputs]]
+    return _Score(
+        stage=stage.tolist(),
+        awaits=awaits.tolist(),
+        delay=delay.tolist(),
+        duration=duration.tolist(),
+        change=change.tolist(),
+        owes=owes.tolist(),
+        reader=reader.tolist(),
+        dispatch=costs.dispatch,
+    )
+
+
+def _transfers(schedule: Schedule, awaits: Ints, costs: StageCosts) -> tuple[Floats, Ints]:
+    """How long what each action waits for is under way, and which rank each action is made for."""
+    stage = packed.stages(schedule.codes)
+    rank = np.array(schedule.placement.rank_of)[stage]
+    waiting = np.flatnonzero(awaits < len(awaits))
+    waiting = waiting[rank[awaits[waiting]] != rank[waiting]]
+    source, target = stage[awaits[waiting]], stage[waiting]
+    forth, back = (costs.transfer(schedule.stages, backward=backward) for backward in (False, True))
+    edge, delay, reader = np.minimum(source, target), np.zeros(len(rank)), rank.copy()
+    delay[waiting] = np.where(source < target, forth[edge], back[edge])
+    reader[awaits[waiting]] = rank[waiting]
+    return delay, reader
+
+
+class _Played(NamedTuple):
+    """What came of it: the actions of every rank, the most that each held, and when each began and ended."""
+
+    rows: list[list[int]]
+    peaks: list[float]
+    begins: list[float]
+    ends: list[float]
+
+    @property
+    def quality(self) -> tuple[float, float]:
+        """The span and the makespan; rounded, so that of equal ones the first is the best."""
+        span = max(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
+        return float(f"{span:.9g}"), float(f"{max(self.ends) - min(self.begins):.9g}")
+
+
+class _Rank:
+    """A rank on its way through its order.
+
+    Attributes:
+        order: the actions that it runs in this order.
+        owes: of each of them the weight gradient to run besides, somewhen later; none if they are in the order.
+        limit: how much memory it may hold.
+        patience: how long a gap must be to be filled, as a share of what fills it.
+        hurried_from: the place in the order from where on any gap will do.
+    """
+
+    __slots__ = (
+        "begin", "end", "held", "hurried_from", "limit", "order", "owed", "owes", "patience", "peak", "place", "played"
+    )  # fmt: skip
+
+    def __init__(
+        self, order: list[int], owes: Sequence[int] | None = None, limit: float = inf, patience: float = 1.0
+    ) -> None:
+        self.order, self.owes, self.limit, self.patience = order, owes, limit, patience
+        self.hurried_from = len(order)
+        self.place = 0
+        self.owed: deque[int] = deque()
+        self.played: list[int] = []
+        self.held = self.peak = 0.0
+        self.begin = self.end = -inf
+
+    def choose(self, now: float, ends: Sequence[float], score: _Score) -> tuple[int, float]:
+        """The action to run now, or none and when to look again."""
+        if self.place == len(self.order):
+            return (self.owed.popleft(), now) if self.owed else (_NONE, inf)
+        due = self.order[self.place]
+        ready = ends[score.awaits[due]] + score.delay[due]
+        if self.owed and (self.held + score.change[due] > self.limit or self._is_worth(ready - now, score)):
+            return self.owed.popleft(), now
+        if ready > now:
+            return _NONE, ready
+        self.place += 1
+        return due, now
+
+    def _is_worth(self, gap: float, score: _Score) -> bool:
+        """Whether to fill a gap with the weight gradient that has been owed the longest."""
+        if gap <= 0:
+            return False
+        return self.place >= self.hurried_from or gap >= self.patience * score.duration[self.owed[0]]
+
+    def run(self, action: int, now: float, score: _Score) -> None:
+        """Begin it."""
+        if not self.played:
+            self.begin = now
+        self.end = now + score.duration[action]
+        self.played.append(action)
+        self.held += score.change[action]
+        self.peak = max(self.peak, self.held)
+        if self.owes is not None and self.owes[action] != _NONE:
+            self.owed.append(self.owes[action])
+
+
+def _play(score: _Score, ranks: list[_Rank]) -> _Played:
+    """Let every rank run what it chooses, whenever it or somebody it waits for has begun something."""
+    ends = [inf] * len(score.stage) + [-inf]
+    looks = [(score.dispatch, rank) for rank in range(len(ranks))]
+    while looks:
+        now, number = heappop(looks)
+        rank = ranks[number]
+        if now < rank.end + score.dispatch:
+            continue
+        action, later = rank.choose(now, ends, score)
+        if action == _NONE:
+            if later < inf:
+                heappush(looks, (later, number))
+            continue
+        rank.run(action, now, score)
+        ends[action] = rank.end
+        heappush(looks, (rank.end + score.dispatch, number))
+        reader = score.reader[action]
+        if reader != number and ranks[reader].end + score.dispatch <= now:
+            heappush(looks, (now, reader))  # it waits, and now it can know for how long
+    return _Played(
+        [rank.played for rank in ranks],
+        [rank.peak for rank in ranks],
+        [rank.begin for rank in ranks],
+        [rank.end for rank in ranks],
+    )
+
+
+def _tail(order: list[int], score: _Score) -> int:
+    """From where on an order has only input gradients of the rank's first stage left: no work comes of them here."""
+    first, place = min(score.stage[action] for action in order), len(order)
+    while place and score.owes[order[place - 1]] != _NONE and score.stage[order[place - 1]] == first:
+        place -= 1
+    return place
+
+
+def _doubling(most: int) -> Iterator[int]:
+    """1, 2, 4, ... and at last this."""
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
+    yield most
