@@ -108,6 +108,18 @@ def test_a_row_of_the_comparison_can_be_simulated_alone(costs):
     assert alone["makespan"] == rows["ZBVZeroBubble"]["makespan"]
 
 
+def test_what_is_fitted_in_the_comparison_can_be_simulated_alone(tmp_path):
+    costs = tmp_path / "costs.toml"
+    ps.Costs(forward=1000, backward_input=1000, backward_weight=1000, latency=10).write(costs)
+    given = ["-m", "12", "-c", str(costs), "--json"]
+    rows = {row["name"]: row for row in json.loads(run("compare", *given))}
+    fitted = json.loads(run("simulate", "ZBVZeroBubble", "--per-rank", "--fit", *given))
+    assert fitted["name"] == "ZBVZeroBubble, fitted"
+    assert fitted["span"] == rows["ZBVZeroBubble, fitted"]["span"] < rows["ZBVZeroBubble"]["span"]
+    lowered = json.loads(run("simulate", "ZBVZeroBubble", "--per-rank", "--fit", "--lower", *given))
+    assert lowered["span"] == fitted["span"]
+
+
 def test_view_writes_one_page_of_several(tmp_path):
     page, mine = tmp_path / "both.html", tmp_path / "mine.csv"
     ps.build("ZB-H1", ranks=3, microbatches=6).write(mine)
@@ -117,6 +129,13 @@ def test_view_writes_one_page_of_several(tmp_path):
     assert "mine.csv" in text
     shared = ps.simulate(ps.build("V-Half", ranks=3, microbatches=6), ps.Costs().of_ranks(ps.Placement.v(3, 6)))
     assert f'"makespan":{shared.makespan}' in text
+
+
+def test_a_file_has_its_own_order(tmp_path):
+    path = tmp_path / "mine.csv"
+    ps.build("ZB-H1", ranks=2, microbatches=2).write(path)
+    result = CliRunner().invoke(app, ["simulate", str(path), "--fit"])
+    assert "mine.csv has its own order; leave --fit out" in str(result.exception)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +152,7 @@ def test_view_writes_one_page_of_several(tmp_path):
         (["compare", "--ranks", "0"], "ranks must be at least 1"),
         (["view", "1F1B", "-o", "a.png"], r"a page is written to"),
         (["simulate", "none.csv"], "none.csv"),
+        (["simulate", "1F1B", "--fit"], "1F1B has the same order whatever the costs"),
     ],
 )
 def test_bad_usage(arguments, words):

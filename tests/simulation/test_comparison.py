@@ -36,3 +36,14 @@ def test_bad_arguments():
     ):
         with pytest.raises(ps.PenstockError, match=words):
             list(candidates(4, 8, **arguments))
+
+
+def test_a_better_order_for_the_costs_is_there_beside_the_plain_one():
+    assert not any("fitted" in name for name in names(ps.Costs()))
+    costs = ps.Costs(forward=4, backward_input=4, backward_weight=2)
+    found = {candidate.name: candidate for candidate in candidates(4, 8, costs)}
+    plain, fitted = found["ZBVZeroBubble"], found["ZBVZeroBubble, fitted"]
+    assert fitted.timeline.span < plain.timeline.span
+    assert fitted.peak_memory <= plain.peak_memory
+    alone = ps.build("ZBVZeroBubble", ranks=4, microbatches=8, costs=costs.of_ranks(plain.timeline.schedule.placement))
+    assert fitted.timeline.schedule == alone

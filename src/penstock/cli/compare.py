@@ -38,7 +38,8 @@ def compare(
     Costs are those of whole ranks, one number for all or a list with one for each, and the stages of a rank share them
     equally, so that schedules with several stages per rank compare with those that have one. Memory counts in the unit
     of the costs: by default, in the activations that a microbatch takes on a whole rank. Hops are the transfers between
-    ranks for one microbatch. The exit code is 1 if no schedule fits.
+    ranks for one microbatch. A schedule that splits the backward is there a second time, fitted, if its weight
+    gradients can be placed better for these costs. The exit code is 1 if no schedule fits.
 
     Example: penstock compare --ranks 8 --microbatches 24 --memory-limit 8
     """
@@ -56,7 +57,8 @@ def compare(
     )
     if size[0] * size[1] > _LARGE and console.is_terminal and not machine:
         waiting = Console(stderr=True)
-        found = iter(track(found, "simulating", total=len(RECIPES) - 1, console=waiting, transient=True))
+        most = sum(1 + recipe.fits_costs for recipe in RECIPES) - 1
+        found = iter(track(found, "simulating", total=most, console=waiting, transient=True))
     rows = ranked(list(found))
     if machine:
         typer.echo(json.dumps([_facts(row) for row in rows], indent=2))

@@ -107,6 +107,7 @@ def _list(console: Console, *, machine: bool) -> None:
                 "name": recipe.name,
                 "stages_per_rank": recipe.stages_per_rank,
                 "any_stages_per_rank": recipe.any_stages,
+                "fits_costs": recipe.fits_costs,
                 "summary": recipe.summary,
             }
             for recipe in RECIPES

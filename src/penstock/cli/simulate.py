@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.costs import CostsFile, ModelName, PerRank, amount, costs_from, model_named, named
-from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, schedule_from
+from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, fitted_from, schedule_from
 from penstock.cli.terminal import Width, terminal
 from penstock.lowering.pipeline import lower as lowered
 from penstock.simulation.many import Samples, simulate_many
@@ -34,6 +34,9 @@ def simulate_command(
     stages_per_rank: StagesPerRank = None,
     costs: CostsFile = None,
     per_rank: PerRank = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Place weight gradients for these costs, where the backward is split.")
+    ] = False,
     model: ModelName = None,
     lower: Annotated[bool, typer.Option("--lower", help="Lower the schedule first, with sharding.")] = False,
     steps: Annotated[int, typer.Option("--steps", help="How many steps to run, one after the other.")] = 1,
@@ -54,13 +57,16 @@ def simulate_command(
     """Predict a schedule: time, bubble, memory, and the reason for every idle moment.
 
     Example: penstock simulate ZBVZeroBubble --ranks 4 --microbatches 8 --costs costs.toml -o timeline.html
+
+    Example: penstock simulate ZBVZeroBubble --costs costs.toml --fit
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    schedule = lowered(schedule) if lower else schedule
     console = terminal(width)
     given, behaves, together = costs_from(costs), model_named(model), not no_synchronise
     with named(costs):
         given = given.of_ranks(schedule.placement) if per_rank else given
+        schedule = fitted_from(source, schedule, given) if fit else schedule
+        schedule = lowered(schedule) if lower else schedule
         timeline = simulate(schedule, given, model=behaves, steps=steps, synchronise=together)
     chance = None
     if noise or stragglers:

@@ -14,6 +14,7 @@ from penstock.graph.models import CommModel
 from penstock.ir.formats import FORMATS, read
 from penstock.ir.schedule import Schedule
 from penstock.schedules.registry import build, recipe
+from penstock.simulation.costs import Costs
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8
@@ -57,6 +58,17 @@ def schedule_from(
         if value is not None:
             raise SizeError(f"{source} has its own sizes; leave --{field} {value} out", field=field, value=value)
     return read(source)
+
+
+def fitted_from(source: str, plain: Schedule, costs: Costs) -> Schedule:
+    """The schedule of this name, built again for these costs."""
+    if is_file(source) or not recipe(source).fits_costs:
+        why = "has its own order" if is_file(source) else "has the same order whatever the costs"
+        raise SizeError(f"{source} {why}; leave --fit out", field="fit", value=True)
+    stages_per_rank = plain.stages // plain.ranks
+    return build(
+        source, ranks=plain.ranks, microbatches=plain.microbatches, stages_per_rank=stages_per_rank, costs=costs
+    )
 
 
 def is_file(source: str) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.graph.models import CommModel
-    from penstock.schedules.registry import Recipe
+    from penstock.ir.schedule import Schedule
     from penstock.simulation.timeline import Timeline
 
 
@@ -56,7 +56,7 @@ def candidates(
     """Every schedule that trains, one after the other as it is simulated.
 
     Costs are those of whole ranks, see ``Costs.of_ranks``, so that schedules with several stages per rank compare with
-    those that have one.
+    those that have one. A schedule that has a better order for these costs is there twice, plain and fitted.
 
     >>> fastest = min(candidates(4, 8), key=lambda candidate: candidate.timeline.makespan)
     >>> fastest.name, fastest.timeline.makespan
@@ -72,28 +72,29 @@ def candidates(
     for recipe in RECIPES:
         if recipe.name != "ForwardOnly":
             parts = stages_per_rank if stages_per_rank is not None and recipe.any_stages else recipe.stages_per_rank
-            yield _candidate(recipe, ranks, microbatches, costs, parts, memory_limit, model)
+            plain = build(recipe.name, ranks=ranks, microbatches=microbatches, stages_per_rank=parts)
+            found = _candidate(plain, costs, parts, memory_limit, model)
+            yield found
+            if recipe.fits_costs and not found.reason:
+                shared = costs.of_ranks(plain.placement)
+                fitted = build(recipe.name, ranks=ranks, microbatches=microbatches, stages_per_rank=parts, costs=shared)
+                if fitted != plain:
+                    yield _candidate(fitted, costs, parts, memory_limit, model)
 
 
 def _candidate(
-    recipe: Recipe,
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    parts: int,
-    memory_limit: float | None,
-    model: CommModel | None,
+    schedule: Schedule, costs: Costs, parts: int, memory_limit: float | None, model: CommModel | None
 ) -> Candidate:
-    schedule = build(recipe.name, ranks=ranks, microbatches=microbatches, stages_per_rank=parts)
+    name = str(schedule.metadata["name"])
     try:
         timeline = simulate(schedule, costs.of_ranks(schedule.placement), model=model)
-        found = Candidate(recipe.name, parts, timeline)
+        found = Candidate(name, parts, timeline)
         peak = found.peak_memory
     except CostsError as error:
-        return Candidate(recipe.name, parts, None, str(error))
+        return Candidate(name, parts, None, str(error))
     if memory_limit is not None and peak > memory_limit * (1 + ROUNDING):
         rank = timeline.peak_memory.index(peak)
-        return Candidate(recipe.name, parts, timeline, f"rank {rank} holds {peak:g}, and {memory_limit:g} is the limit")
+        return Candidate(name, parts, timeline, f"rank {rank} holds {peak:g}, and {memory_limit:g} is the limit")
     return found
 
 
