@@ -1,0 +1,250 @@
+"""The transport on ``torch.distributed``: point-to-point transfers, and the news of a failure through the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from penstock.errors import PenstockError, StepError, TransportError
+from penstock.runtime.transport.board import Board
+from penstock.runtime.transport.failing import dead_error, label_of, peer_of, step_error
+from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup
+from penstock.runtime.transport.mailbox import Mailbox
+from penstock.runtime.transport.protocol import Failure, Progress
+from penstock.runtime.transport.stores import connection, own_prefix
+from penstock.runtime.transport.watch import Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from penstock.runtime.transport.groups import Work
+
+#: The backend's own limit for a wait is later than that of the watch, which can say more.
+_BACKEND_GRACE: Final = 60.0
+#: How long the news of a failure may take, after its effect has been seen.
+_NEWS_GRACE: Final = 2.0
+#: How long whoever fails stays, so that the others can read why; it may be the one that hosts the store.
+_STAY: Final = 1.0
+
+
+class DistributedTransport:
+    """Moves tensors between the ranks of a process group. All of them make it together.
+
+    It has connections of its own, so that its tags and its end touch nobody else, and a thread that watches over them:
+    it ends the waits of this rank when another one has failed, when this one has waited for longer than ``timeout``
+    seconds in one operation, or when the store is gone.
+
+    Args:
+        group: the process group; the default one if None. Ranks are those in the group.
+        timeout: how many seconds a rank may wait for another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
+        parent = group if group is not None else dist.group.WORLD
+        if parent is None or not isinstance(parent, dist.ProcessGroup):
+            raise TransportError("there is no process group that this process is in: call init_process_group first")
+        self.rank: int = parent.rank()
+        self.ranks: int = parent.size()
+        self.progress = Progress()
+        self._timeout = timeout
+        self._failure: Failure | None = None
+        self._failed_at = 0.0
+        self._lock = threading.Lock()
+        self._connecting = False
+        store = parent.get_group_store()
+        prefix = own_prefix(store, self.rank)
+        self._mailbox = Mailbox(connection(store, prefix, timeout), self.rank, self.ranks, timeout)
+        self._watch_store = connection(store, prefix, timeout)
+        self._board = Board(self._watch_store, self.rank)
+        self._mailbox.exchange(b"", lambda: None)  # or the backend would wait for a rank without naming it
+        limit = timedelta(seconds=timeout + _BACKEND_GRACE)
+        self._group = OwnGroup(parent, PrefixStore(f"{prefix}/group", store), limit)
+        self.model = self._group.model
+        self._send, self._receive = self._group.posts()
+        watch = Watch(self, self._board, timeout)
+        watch.start()
+        self._end = weakref.finalize(self, _end, watch, self._group)
+
+    def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Bring up the given pairs of ranks in that order; name the pair that does not come up."""
+        self._connecting = True
+        try:
+            for pair in pairs:
+                if self.rank in pair and pair[0] != pair[1]:
+                    self._warm_up(pair)
+        finally:
+            self._connecting = False
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Post a send. The tensor is not changed until it is done."""
+        return self._send([tensor if tensor.is_contiguous() else tensor.contiguous()], peer, tag)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Post a receive into a tensor, which is contiguous."""
+        return self._receive([tensor], peer, tag)
+
+    def exchange(self, data: bytes) -> list[bytes]:
+        """What every rank gave, in the order of ranks. All ranks call it."""
+        with self._reaching_the_store():
+            return self._mailbox.exchange(data, self._check)
+
+    def tell(self, peer: int, data: bytes) -> None:
+        """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
+        with self._reaching_the_store():
+            self._mailbox.tell(peer, data)
+
+    def hear(self, peer: int) -> bytes:
+        """What the peer told next."""
+        with self._reaching_the_store():
+            return self._mailbox.hear(peer, self._check)
+
+    def fail(self, failure: Failure) -> Failure:
+        """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
+        if self._failure is not None:
+            return self._failure
+        try:
+            winning = self._board.tell_failure(failure)
+        except RuntimeError:  # the store is gone: the others notice that, and the end of the connections
+            winning = failure
+        winning = self.learn(winning)
+        self._let_others_know()
+        return winning
+
+    def failure(self) -> Failure | None:
+        """The failure that was told, if any. Asks the store: once in a step, not once in an action."""
+        if self._failure is None and self._end.alive:
+            try:
+                found = self._board.failure()
+            except RuntimeError as error:
+                return self.lose_store(error)
+            if found is not None:
+                self.learn(found)
+        return self._failure
+
+    def explain(self, error: BaseException) -> Failure | None:
+        """The failure behind an error that a wait raised, if the transport itself or another rank is the cause."""
+        if isinstance(error, StepError):
+            return self._failure
+        if isinstance(error, TransportError):
+            return self._failure or Failure(self.rank, str(error), label_of(self.progress))
+        if not _is_of_a_connection(error):
+            return None
+        deadline = time.monotonic() + _NEWS_GRACE
+        while self.failure() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._failure or self._lost_connection(error)
+
+    def close(self) -> None:
+        """End threads and connections of this transport's own; safe to call twice."""
+        if self._end.alive:
+            if self._failure is not None:
+                self._let_others_know()
+            self._send = self._receive = self._refuse
+            self._end()
+
+    # For the watch --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank waits for another outside a step."""
+        return self._connecting or self._mailbox.awaited is not None
+
+    def learn(self, failure: Failure) -> Failure:
+        """Take note of a failure and end all waits; returns the one that was first."""
+        with self._lock:
+            if self._failure is not None:
+                return self._failure
+            self._failure = failure
+            self._failed_at = time.monotonic()
+        self._send = self._receive = self._refuse
+        self._group.end_waits()
+        try:
+            self._board.acknowledge()
+            self._mailbox.end_wait(self._watch_store)
+        except RuntimeError:
+            pass  # the store is gone: that ends the wait as well
+        return failure
+
+    def lose_store(self, error: RuntimeError) -> Failure:
+        """Take note that the store is gone."""
+        reason = str(error).partition("\n")[0]
+        told = f"rank {self.rank} has lost the store; the process that hosts it may have been killed ({reason})"
+        return self.learn(Failure(self.rank, told, label_of(self.progress)))
+
+    # Within ---------------------------------------------------------------------------------------------------------
+
+    def _warm_up(self, pair: tuple[int, int]) -> None:
+        """A byte each way."""
+        peer = pair[1] if pair[0] == self.rank else pair[0]
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._group.device)
+        limit = timedelta(seconds=self._timeout)
+        try:
+            posted = [self._send([byte], peer, WARM_UP_TAG), self._receive([byte.clone()], peer, WARM_UP_TAG)]
+            for work in posted:
+                work.wait(limit)
+        except PenstockError:
+            raise
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            told = f"the connection between rank {pair[0]} and rank {pair[1]} does not come up ({reason})"
+            mine = Failure(self.rank, told)
+            first = self.failure() or self.fail(mine)
+            if first is mine or first == mine:
+                raise TransportError(told, peer=peer) from error
+            raise step_error(first) from error
+
+    def _refuse(self, _tensors: Sequence[torch.Tensor], rank: int, _tag: int) -> NoReturn:
+        self._check()
+        raise TransportError(f"nothing can be sent to rank {rank} or received: this transport is closed", peer=rank)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise dead_error(self._failure)
+        if not self._end.alive:
+            raise TransportError("this transport is closed")
+
+    @contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
+        self._check()
+        try:
+            yield
+        except PenstockError:
+            raise
+        except RuntimeError as error:
+            raise step_error(self.lose_store(error)) from error
+
+    def _lost_connection(self, error: BaseException) -> Failure:
+        peer, label = peer_of(self.progress), label_of(self.progress)
+        reason = str(error).partition("\n")[0]
+        whose = "a connection" if peer is None else f"the connection to rank {peer}"
+        where = "" if label is None else f" in {label}"
+        told = f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed ({reason})"
+        return Failure(self.rank if peer is None else peer, told, label)
+
+    def _let_others_know(self) -> None:
+        """Stay until every rank knows of the failure, for a moment at most."""
+        try:
+            while time.monotonic() < self._failed_at + _STAY and self._board.knowing() < self.ranks:
+                time.sleep(0.02)
+        except RuntimeError:
+            pass
+
+
+def _is_of_a_connection(error: BaseException) -> bool:
+    if isinstance(error, dist.DistError):
+        return True
+    told = str(error)
+    return isinstance(error, RuntimeError) and ("/gloo/" in told or "pair closure" in told or "Connection " in told)
+
+
+def _end(watch: Watch, group: OwnGroup) -> None:
+    watch.stop()
+    group.destroy()
