@@ -10,9 +10,11 @@ import math
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import MetadataError
 from penstock.runtime.trees import (
@@ -23,6 +25,9 @@ from penstock.runtime.trees import (
     Path,
     Slot,
     Structure,
+    branch,
+    flat,
+    gather,
     paths,
     rebuild,
     structure_of,
@@ -59,10 +64,8 @@ class TensorMeta:
         >>> TensorMeta.of(torch.zeros(2, 3).T).stride, TensorMeta.of(torch.zeros(2, 6)[:, ::2]).stride
         ((1, 3), (3, 1))
         """
-        if tensor.layout is not torch.strided:
-            raise MetadataError(
-                f"a {tensor.layout} tensor cannot go from stage to stage; make it dense with to_dense()"
-            )
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            _refuse_unplain(tensor)
         stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, stride)
 
@@ -70,16 +73,19 @@ class TensorMeta:
         """A tensor to receive into."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has this shape and element type; its layout can be arranged."""
-        return tensor.shape == self.shape and tensor.dtype is self.dtype
+    def fits(self, tensor: torch.Tensor, *, gradients: bool = True) -> bool:
+        """Whether shape and element type are these; requires_grad too, if ``gradients``. Layout does not count."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and (not gradients or tensor.requires_grad is self.requires_grad)
+        )
 
     def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the layout that was agreed, without history: itself where it has it, else a copy."""
-        tensor = tensor.detach()
+        """The tensor in the layout that was agreed: itself where it has it, else a copy (without history)."""
         if tensor.stride() == self.stride and not (tensor.is_conj() or tensor.is_neg()):
             return tensor
-        return self.empty(tensor.device).copy_(tensor)
+        return self.empty(tensor.device).copy_(tensor.detach())
 
     def __str__(self) -> str:
         return f"{_name(self.dtype)}{list(self.shape)}"
@@ -107,12 +113,27 @@ class EdgeMeta:
 
         The layout of tensors does not count, because the sender can arrange it.
         """
+        return self.accept(value, gradients=gradients) is not None
+
+    def accept(self, value: Any, *, gradients: bool = True) -> Sequence[torch.Tensor] | None:
+        """The tensors of a value that ``matches``, in order; None if it does not."""
         if self.structure is SLOT:
-            return isinstance(value, torch.Tensor) and _fits(self.tensors[0], value, gradients)
+            fits = isinstance(value, torch.Tensor) and self.tensors[0].fits(value, gradients=gradients)
+            return (value,) if fits else None
+        leaves = self._leaves(value)
+        if leaves is None:
+            return None
+        for meta, tensor in zip(self.tensors, leaves, strict=True):
+            if not meta.fits(tensor, gradients=gradients):
+                return None
+        return leaves
+
+    def _leaves(self, value: Any) -> Sequence[torch.Tensor] | None:
+        """The tensors of a value of this structure; None if it has another."""
+        if type(value) is tuple and self.structure is flat(len(value)):
+            return value if all(map(torch.is_tensor, value)) else None
         found: list[torch.Tensor] = []
-        if structure_of(value, found) != self.structure:
-            return False
-        return all(_fits(meta, tensor, gradients) for meta, tensor in zip(self.tensors, found, strict=True))
+        return found if gather(self.structure, value, found) else None
 
     def unflatten(self, leaves: Sequence[torch.Tensor]) -> Any:
         """The value again, with these tensors in it."""
@@ -125,6 +146,8 @@ class EdgeMeta:
 
 def flatten(value: Any) -> tuple[tuple[torch.Tensor, ...], EdgeMeta]:
     """The tensors of a value in order, and the description from which it can be built again."""
+    if isinstance(value, torch.Tensor):
+        return (value,), EdgeMeta(SLOT, (TensorMeta.of(value),))
     found: list[torch.Tensor] = []
     structure = structure_of(value, found)
     return tuple(found), EdgeMeta(structure, tuple([TensorMeta.of(tensor) for tensor in found]))
@@ -139,6 +162,8 @@ def leaves_of(value: Any) -> tuple[torch.Tensor, ...]:
     """The tensors of a value, in order."""
     if isinstance(value, torch.Tensor):
         return (value,)
+    if type(value) is tuple and all(map(torch.is_tensor, value)):
+        return value
     found: list[torch.Tensor] = []
     structure_of(value, found)
     return tuple(found)
@@ -210,8 +235,13 @@ def _told(structure: Structure) -> str:
     return f"a {structure.kind.__name__} of {len(structure.children)}"
 
 
-def _fits(meta: TensorMeta, tensor: torch.Tensor, gradients: bool) -> bool:
-    return meta.fits(tensor) and (not gradients or tensor.requires_grad == meta.requires_grad)
+def _refuse_unplain(tensor: torch.Tensor) -> None:
+    """Raise for a tensor whose memory is not simply its elements."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise MetadataError(f"a {kind} tensor cannot go from stage to stage; pass dense tensors that make it up")
+    if is_traceable_wrapper_subclass(tensor):
+        raise MetadataError(f"a {type(tensor).__qualname__} cannot go from stage to stage; pass the tensors in it")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -290,6 +320,7 @@ def encode(meta: EdgeMeta) -> bytes:
     return start + CHECKSUM.pack(zlib.crc32(body, zlib.crc32(start))) + body
 
 
+@lru_cache(maxsize=256)  # the same few shapes come again and again
 def decode(data: bytes) -> EdgeMeta:
     """The description in these bytes. Bytes that are anything else raise a ``MetadataError``."""
     length = _announced(data)
@@ -398,7 +429,7 @@ class _Reader:
             children.append(self.node(depth + 1))
         if len(set(keys)) != count:
             raise MetadataError("a dict in the description has a key twice")
-        return Branch(kind, tuple(keys), tuple(children))
+        return branch(kind, keys, children)
 
     def constant(self, tag: int) -> bool | int | float | str | None:
         if tag == NONE:

@@ -6,6 +6,7 @@ A value is any nesting of tuples, lists and dicts with text for keys, around ten
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from penstock.errors import MetadataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 DEEPEST = 32
 """More levels than this are a mistake: most likely a list that holds itself."""
@@ -57,6 +58,19 @@ Path: TypeAlias = tuple[int | str, ...]
 SLOT = Slot()
 
 
+@lru_cache(maxsize=64)
+def flat(count: int) -> Branch:
+    """A tuple of tensors and nothing else: always the same object, so that it is known at once."""
+    return Branch(tuple, tuple(range(count)), (SLOT,) * count)
+
+
+def branch(kind: type, keys: Sequence[int | str], children: Sequence[Structure]) -> Branch:
+    """A branch; the one of ``flat`` where that is it."""
+    if kind is tuple and all(child is SLOT for child in children):
+        return flat(len(children))
+    return Branch(kind, tuple(keys), tuple(children))
+
+
 def structure_of(value: Any, leaves: list[torch.Tensor]) -> Structure:
     """The structure of a value; its tensors are appended to ``leaves``, in order.
 
@@ -65,6 +79,28 @@ def structure_of(value: Any, leaves: list[torch.Tensor]) -> Structure:
     (Slot(), 1)
     """
     return _structure(value, leaves, ())
+
+
+def gather(structure: Structure, value: Any, leaves: list[torch.Tensor]) -> bool:
+    """Whether a value has this structure; its tensors are appended to ``leaves``. Builds nothing, so it is quick."""
+    if isinstance(structure, Slot):
+        leaves.append(value)
+        return isinstance(value, torch.Tensor)
+    if isinstance(structure, Constant):
+        return structure.value is value or structure == Constant(value)
+    if not isinstance(value, (tuple, list, dict)) or type(value) is not structure.kind:
+        return False
+    if len(value) != len(structure.children):
+        return False
+    if isinstance(value, dict):
+        if tuple(value) != structure.keys:
+            return False
+        value = value.values()
+    # A loop: a generator would cost as much as all the rest.
+    for child, inner in zip(structure.children, value, strict=True):  # noqa: SIM110
+        if not gather(child, inner, leaves):
+            return False
+    return True
 
 
 def rebuild(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
@@ -124,7 +160,7 @@ def _branch(value: Any, kind: type, leaves: list[torch.Tensor], path: Path) -> B
             raise MetadataError(f"{written('output', path)} has the key {key!r}; between stages, keys are text")
         keys.append(key)
         children.append(_structure(child, leaves, (*path, key)))
-    return Branch(kind, tuple(keys), tuple(children))
+    return branch(kind, keys, children)
 
 
 def _refusal(value: Any, path: Path) -> str:
