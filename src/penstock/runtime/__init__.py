@@ -1,1 +1,30 @@
-"""Execution on torch.distributed."""
+"""Execution on torch.distributed: any verified schedule, over the stages of a model.
+
+>>> from penstock.runtime import Pipeline
+"""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("penstock.runtime needs torch: pip install 'penstock[torch]'") from error
+
+from penstock.runtime.custom import Context
+from penstock.runtime.microbatches import Microbatches, Replicate, TensorChunkSpec, register_splitter
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.stage import Stage
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.threads import run_in_threads
+
+__all__ = [
+    "Context",
+    "DistributedTransport",
+    "Microbatches",
+    "Pipeline",
+    "Replicate",
+    "Stage",
+    "TensorChunkSpec",
+    "register_splitter",
+    "run_in_threads",
+]

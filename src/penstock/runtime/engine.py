@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-_run = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+_run = torch.autograd.Variable._execution_engine.run_backward
 
 
 def accumulate(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:

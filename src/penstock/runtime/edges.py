@@ -1,0 +1,433 @@
+"""How values get from one stage to the next, and gradients back.
+
+An edge makes, for each microbatch, the functions that the operations of a rank are built from: *give* and *take* at the
+ends of the stages, *send* and *receive* for transfers between ranks. What can be known beforehand is worked out when
+they are made; they run once per microbatch and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.errors import MetadataError
+from penstock.runtime.metadata import (
+    HEADER_BYTES,
+    EdgeMeta,
+    TensorMeta,
+    describe,
+    flatten,
+    header_tensor,
+    leaves_of,
+    mismatch,
+    read_header,
+)
+from penstock.runtime.step import Operation, Step
+
+if TYPE_CHECKING:
+    from penstock.runtime.transport.protocol import Transport
+
+Tensors = Sequence[torch.Tensor]
+#: What a stage is called with, and which tensors of it need a gradient; None if there is no such microbatch.
+Taken = tuple[tuple[Any, ...], Tensors] | None
+Take = Callable[[Step], Taken]
+#: Takes an output; returns where its graph begins.
+Give = Callable[[Step, Any], Sequence[GradientEdge]]
+TakeGradients = Callable[[Step], Tensors]
+GiveGradients = Callable[[Step, Sequence[torch.Tensor | None], Tensors], None]
+
+#: What goes on instead of a value where a batch has fewer samples than there are microbatches.
+ABSENT: Final = "\0no microbatch"
+
+
+class Edge(Protocol):
+    """The way from a stage to the next one."""
+
+    def give(self, microbatch: int) -> Give:
+        """For the end of a forward."""
+
+    def take(self, microbatch: int) -> Take:
+        """For the beginning of the next stage's forward."""
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """For the end of that stage's backward."""
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """For the beginning of a backward."""
+
+    def send(self, microbatch: int) -> Operation | None:
+        """SEND_F; None if there is nothing to do."""
+
+    def receive(self, microbatch: int) -> Operation | None:
+        """RECV_F."""
+
+    def send_gradients(self, microbatch: int) -> Operation | None:
+        """SEND_B."""
+
+    def receive_gradients(self, microbatch: int) -> Operation | None:
+        """RECV_B."""
+
+
+def arguments(value: Any) -> tuple[Any, ...]:
+    """What the next stage is called with: the elements of a tuple, or the value."""
+    return value if type(value) is tuple else (value,)
+
+
+def roots_of(tensors: Tensors) -> list[GradientEdge]:
+    """Where the graphs of tensors that need a gradient begin."""
+    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+
+
+class Local:
+    """An edge between two stages of one rank."""
+
+    def __init__(self, stage: int, microbatches: int) -> None:
+        self._base = stage * microbatches
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key = self._base + microbatch
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            step.handed[key] = output
+            return () if output is ABSENT else roots_of(leaves_of(output))
+
+        return give
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key = self._base + microbatch
+
+        def take(step: Step) -> Taken:
+            output = step.handed.pop(key)
+            if output is ABSENT:
+                return None
+            if isinstance(output, torch.Tensor):
+                cut = output.detach()
+                if output.requires_grad:
+                    return (cut,), (cut.requires_grad_(),)
+                return (cut,), ()
+            leaves, meta = flatten(output)
+            cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            return arguments(meta.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad]
+
+        return take
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
+            step.handed_gradients[key] = present(gradients, inputs)
+
+        return give
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key = self._base + microbatch
+        return lambda step: step.handed_gradients.pop(key)
+
+    def send(self, microbatch: int) -> None:
+        """SEND_F."""
+
+    def receive(self, microbatch: int) -> None:
+        """RECV_F."""
+
+    def send_gradients(self, microbatch: int) -> None:
+        """SEND_B."""
+
+    def receive_gradients(self, microbatch: int) -> None:
+        """RECV_B."""
+
+
+def present(gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> Tensors:
+    """The gradients, with zeros for an input that nothing depends on."""
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for gradient, tensor in zip(gradients, inputs, strict=True)
+    ]
+
+
+class _Remote:
+    """What the two kinds of edges between ranks have in common: gradients, whose shapes the activations tell."""
+
+    def __init__(self, stage: int, microbatches: int, transport: Transport, peer: int, device: torch.device) -> None:
+        self._stage = stage
+        self._base = stage * microbatches
+        self._transport = transport
+        self._peer = peer
+        self._device = device
+
+    @property
+    def _sender(self) -> str:
+        return f"stage {self._stage}"
+
+    @property
+    def _receiver(self) -> str:
+        return f"stage {self._stage + 1}"
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
+            step.leaving_gradients[key] = [
+                _like(gradient, tensor) for gradient, tensor in zip(present(gradients, inputs), inputs, strict=True)
+            ]
+
+        return give
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key = self._base + microbatch
+
+        def take(step: Step) -> Tensors:
+            buffers, pending = step.arriving_gradients.pop(key)
+            for transfer in pending:
+                transfer.wait()
+            return buffers
+
+        return take
+
+    def _send_gradients(self, microbatch: int) -> Operation:
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key + 1
+
+        def operation(step: Step) -> None:
+            tensors = step.leaving_gradients.pop(key)
+            step.sending[tag] = [send(tensor, peer, tag) for tensor in tensors], tensors
+
+        return operation
+
+
+def _like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient in the layout of its tensor, which is what the other side expects."""
+    if gradient.stride() == tensor.stride():
+        return gradient
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(gradient)
+
+
+class Agreed(_Remote):
+    """An edge between ranks, over which goes what was agreed beforehand."""
+
+    def __init__(
+        self,
+        stage: int,
+        transport: Transport,
+        peer: int,
+        device: torch.device,
+        metas: Sequence[EdgeMeta],
+    ) -> None:
+        super().__init__(stage, len(metas), transport, peer, device)
+        self._metas = metas
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, meta = self._base + microbatch, self._metas[microbatch]
+        first = meta.tensors[0] if meta.is_single else None
+
+        def give_one(step: Step, output: Any) -> Sequence[GradientEdge]:
+            if not meta.matches(output):
+                raise self._unlike(meta, output)
+            step.leaving[key] = (first.arranged(output),)  # type: ignore[union-attr]
+            return (get_gradient_edge(output),) if output.requires_grad else ()
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            if not meta.matches(output):
+                raise self._unlike(meta, output)
+            leaves = leaves_of(output)
+            step.leaving[key] = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            return roots_of(leaves)
+
+        return give_one if first else give
+
+    def _unlike(self, meta: EdgeMeta, output: Any) -> MetadataError:
+        error = mismatch(meta, describe(output), sender=self._sender, receiver=self._receiver)
+        return error or MetadataError(f"{self._sender} gives a value that cannot be sent: {output!r}")
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key, meta = self._base + microbatch, self._metas[microbatch]
+        needs = [one.requires_grad for one in meta.tensors]
+
+        def take_one(step: Step) -> Taken:
+            (buffer,), (transfer,) = step.arriving.pop(key)
+            transfer.wait()
+            one = (buffer.requires_grad_(),)
+            return one, one
+
+        def take(step: Step) -> Taken:
+            buffers, pending = step.arriving.pop(key)
+            for transfer in pending:
+                transfer.wait()
+            inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
+            return arguments(meta.unflatten(buffers)), inputs
+
+        return take_one if meta.is_single and needs[0] else take
+
+    def send(self, microbatch: int) -> Operation:
+        """SEND_F."""
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key
+
+        def operation(step: Step) -> None:
+            tensors = step.leaving.pop(key)
+            step.sending[tag] = [send(tensor, peer, tag) for tensor in tensors], tensors
+
+        return operation
+
+    def receive(self, microbatch: int) -> Operation:
+        """RECV_F."""
+        return self._receiving(microbatch, self._metas[microbatch].tensors, "arriving", 0)
+
+    def send_gradients(self, microbatch: int) -> Operation | None:
+        """SEND_B."""
+        return self._send_gradients(microbatch) if self._returning(microbatch) else None
+
+    def receive_gradients(self, microbatch: int) -> Operation | None:
+        """RECV_B."""
+        returning = self._returning(microbatch)
+        return self._receiving(microbatch, returning, "arriving_gradients", 1) if returning else None
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        return super().take_gradients(microbatch) if self._returning(microbatch) else lambda _: ()
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        return super().give_gradients(microbatch) if self._returning(microbatch) else lambda *_: None
+
+    def _returning(self, microbatch: int) -> list[TensorMeta]:
+        return [meta for meta in self._metas[microbatch].tensors if meta.requires_grad]
+
+    def _receiving(self, microbatch: int, metas: Sequence[TensorMeta], where: str, kind: int) -> Operation:
+        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        tag = 2 * key + kind
+        layouts = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
+
+        def operation(step: Step) -> None:
+            buffers = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in layouts
+            ]
+            getattr(step, where)[key] = buffers, [receive(buffer, peer, tag) for buffer in buffers]
+
+        return operation
+
+
+class Announced(_Remote):
+    """An edge between ranks, over which every value is described before it goes: shapes may vary."""
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key = self._base + microbatch
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            leaves, meta = flatten(output)
+            step.metas[key] = meta
+            step.leaving[key] = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            return roots_of(leaves)
+
+        return give
+
+    def send(self, microbatch: int) -> Operation:
+        """SEND_F."""
+        key, peer, send, device = self._base + microbatch, self._peer, self._transport.send, self._device
+        tag = 2 * key
+
+        def operation(step: Step) -> None:
+            header = [part.to(device) for part in header_tensor(step.metas[key]) if part is not None]
+            tensors = [*header, *step.leaving.pop(key)]
+            step.sending[tag] = [send(tensor, peer, tag) for tensor in tensors], tensors
+
+        return operation
+
+    def receive(self, microbatch: int) -> Operation:
+        """The header; what it announces is received when it is there.
+
+        A transport that knows messages by their tags can do that when the value is needed. With another one it has to
+        be in the order of messages, so the header is waited for at once.
+        """
+        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        tag = 2 * key
+        tagged = self._transport.model.lanes == "message"
+
+        def announced(step: Step) -> None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+            step.arriving[key] = header, receive(header, peer, tag)
+            if not tagged:
+                step.arriving[key] = self._announced(header, step.arriving[key][1], tag)
+
+        return announced
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key = self._base + microbatch
+        tag = 2 * key
+        tagged = self._transport.model.lanes == "message"
+
+        def take(step: Step) -> Taken:
+            coming: Any = step.arriving.pop(key)
+            meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
+            for transfer in pending:
+                transfer.wait()
+            value = meta.unflatten(buffers)
+            if isinstance(value, str) and value == ABSENT:
+                return None
+            inputs = [
+                buffer.requires_grad_()
+                for buffer, one in zip(buffers, meta.tensors, strict=True)
+                if one.requires_grad and torch.is_grad_enabled()
+            ]
+            return arguments(value), inputs
+
+        return take
+
+    def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[EdgeMeta, Tensors, Sequence[Any]]:
+        """Read a header, and receive what it announces."""
+        transfer.wait()
+        try:
+            meta = read_header(header)
+            if isinstance(meta, int):
+                overflow = torch.empty(meta, dtype=torch.uint8, device=self._device)
+                self._transport.receive(overflow, self._peer, tag).wait()
+                meta = read_header(header, overflow)
+        except MetadataError as error:
+            told = f"what {self._sender} announced to {self._receiver} is damaged: {error}"
+            raise MetadataError(told) from error
+        meta = cast("EdgeMeta", meta)
+        buffers = [one.empty(self._device) for one in meta.tensors]
+        return meta, buffers, [self._transport.receive(buffer, self._peer, tag) for buffer in buffers]
+
+    def send_gradients(self, microbatch: int) -> Operation:
+        """SEND_B."""
+        return self._send_gradients(microbatch)
+
+    def receive_gradients(self, microbatch: int) -> Operation:
+        """RECV_B."""
+        key = self._base + microbatch
+
+        def operation(step: Step) -> None:
+            if key in step.metas:  # else it is asked for ahead of the forward, and received when it is needed
+                self._post_gradients(step, key)
+
+        return operation
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key = self._base + microbatch
+        take = super().take_gradients(microbatch)
+
+        def take_posted(step: Step) -> Tensors:
+            if key not in step.arriving_gradients:
+                self._post_gradients(step, key)
+            return take(step)
+
+        return take_posted
+
+    def _post_gradients(self, step: Step, key: int) -> None:
+        buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
+        receive, peer, tag = self._transport.receive, self._peer, 2 * key + 1
+        step.arriving_gradients[key] = buffers, [receive(buffer, peer, tag) for buffer in buffers]

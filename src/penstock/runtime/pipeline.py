@@ -1,0 +1,458 @@
+"""What a training script holds: the stages of this rank, a schedule, and ``step``."""
+
+from __future__ import annotations
+
+import hashlib
+import traceback
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import MetadataError, MicrobatchError, ScheduleError, StageError, StepError
+from penstock.graph.models import CommModel
+from penstock.ir.actions import ComputationType
+from penstock.ir.schedule import Schedule
+from penstock.lowering.pipeline import lower
+from penstock.runtime import shapes as agreeing
+from penstock.runtime.custom import Custom, CustomFunction
+from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
+from penstock.runtime.inputs import Detached
+from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
+from penstock.runtime.microbatches import merge, samples, split_call
+from penstock.runtime.operations import Workplace
+from penstock.runtime.program import Program, compiled, only_forwards
+from penstock.runtime.stage import Stage
+from penstock.runtime.step import Step
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.failing import dead_error, step_error
+from penstock.runtime.transport.protocol import Failure
+from penstock.runtime.transport.threads import thread_transports
+from penstock.verification.check import verify as prove
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, MutableSequence, Sequence
+
+    from penstock.runtime.transport.protocol import Transport
+
+#: Ways to know what goes over an edge, besides giving it.
+INFERRED = "inferred"
+PER_MICROBATCH = "per_microbatch"
+
+
+class Pipeline:
+    """The part of a pipeline that runs on this rank.
+
+    >>> import penstock as ps
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> schedule = ps.build("GPipe", ranks=1, microbatches=2, stages_per_rank=2)
+    >>> pipe = Pipeline(dict(enumerate(model)), schedule, loss_fn=torch.nn.functional.mse_loss)
+    >>> losses = []
+    >>> out = pipe.step(torch.ones(6, 4), target=torch.zeros(6, 4), losses=losses)
+    >>> out.shape, len(losses), model[0].weight.grad is not None
+    (torch.Size([6, 4]), 2, True)
+
+    Args:
+        stages: the stages of this rank: modules by the index of their stage, or ``Stage`` objects.
+        schedule: compute-only, and lowered here; or lowered, and run as it is. The same on every rank.
+        loss_fn: gets the output of the last stage and the target of a microbatch, returns a number. Needed on the rank
+            of the last stage if the schedule has backwards.
+        group: the process group of the pipeline, one process for each rank; by default the default group.
+        transport: what to run on instead of a process group, e.g. one that ``run_in_threads`` hands out.
+        shapes: ``"inferred"``: what goes over the edges is found once, by a dry run when the first step is taken;
+            ``"per_microbatch"``: it may vary, and is described with every microbatch; or an example of the output of
+            each stage, by its index.
+        loss_reduction: ``"mean"``, ``"sum"`` or ``"weighted"``: what ``loss_fn`` computes for a microbatch, so that
+            gradients are those of the whole batch.
+        loss_weight: with ``"weighted"``: how much a microbatch counts, given its target.
+        args_spec: how positional arguments are split, e.g. ``(TensorChunkSpec(1), Replicate)``; by default along
+            dimension 0.
+        kwargs_spec: the same for keyword arguments.
+        target_spec: the same for the target.
+        output_spec: how outputs are merged; by default along dimension 0.
+        verify: prove the schedule for this transport before anything runs.
+        timeout: how many seconds a rank may wait for another before the step ends on all ranks with a report.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage],
+        schedule: Schedule,
+        *,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+        shapes: str | Mapping[int, Any] = INFERRED,
+        loss_reduction: str = MEAN,
+        loss_weight: Weight | None = None,
+        args_spec: Any = None,
+        kwargs_spec: Any = None,
+        target_spec: Any = None,
+        output_spec: Any = None,
+        verify: bool = True,
+        timeout: float = 300.0,
+    ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise ScheduleError(f"a Pipeline runs a Schedule, e.g. penstock.build('1F1B', ...), not {schedule!r}")
+        check_reduction(loss_reduction, loss_weight)
+        _check_shapes(shapes)
+        self._stages = _stages(stages)
+        self._loss_fn, self._reduction, self._weight = loss_fn, loss_reduction, loss_weight
+        self._specs = {"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec}
+        self._output_spec = output_spec
+        self._shapes = shapes
+        self._verify = verify
+        self._custom: dict[ComputationType, CustomFunction] = {}
+        self._programs: dict[str, Program] = {}
+        self._seen: Any = None
+        self._failure: Failure | None = None
+        self.compute = schedule
+        self.transport = transport or _transport(schedule, group, timeout)
+        self.schedule = self._lowered(schedule, self._model())
+        self._check_stages()
+        self._begin()
+
+    @property
+    def rank(self) -> int:
+        """This rank in the pipeline."""
+        return self.transport.rank
+
+    @property
+    def stages(self) -> Mapping[int, Stage]:
+        """The stages of this rank, by index."""
+        return dict(self._stages)
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first stage is here: then ``step`` needs the arguments."""
+        return 0 in self._stages
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is here: then ``step`` needs the target, and returns the output."""
+        return self.schedule.stages - 1 in self._stages
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: MutableSequence[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one batch forward and backward; gradients are added to ``.grad``.
+
+        Args:
+            *args: what the first stage is called with; needed on its rank, left out elsewhere.
+            target: needed on the rank of the last stage.
+            losses: gets the loss of each microbatch, in order, on the rank of the last stage.
+            return_outputs: whether to keep and merge the outputs.
+            **kwargs: keyword arguments of the stages on this rank.
+
+        Returns:
+            The merged output on the rank of the last stage, None on the others.
+        """
+        self._check_usable()
+        with self._telling(), torch.enable_grad():
+            if torch.is_inference_mode_enabled():
+                raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
+            split = self._split(args, kwargs, target, self.schedule.microbatches)
+            program = self._training(*split[:2])
+            detached = Detached(*split[:2])
+            step = Step(
+                self.schedule.microbatches,
+                args=detached.args,
+                kwargs=detached.kwargs,
+                targets=split[2],
+                shares=self._shares(split[2]),
+                keep_outputs=return_outputs and self.has_last,
+            )
+            program.run(step, self.transport.progress)
+            detached.backward()
+        if losses is not None:
+            losses.extend(loss for loss in step.losses if loss is not None)
+        return self._merged(step)
+
+    def eval(
+        self, *args: Any, target: Any = None, losses: MutableSequence[torch.Tensor] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run one batch forward only, without gradients. It may have any size, and other shapes than in training.
+
+        Args:
+            *args: what the first stage is called with; needed on its rank.
+            target: if given on the rank of the last stage, and there is a loss function, losses are computed.
+            losses: gets the loss of each microbatch.
+            **kwargs: keyword arguments of the stages on this rank.
+
+        Returns:
+            The merged output on the rank of the last stage, None on the others.
+        """
+        self._check_usable()
+        with self._telling(), torch.no_grad():
+            size = samples([(args, kwargs)], (self._specs["args_spec"], self._specs["kwargs_spec"]))[0]
+            count = min(self.schedule.microbatches, size) if args or kwargs else self.schedule.microbatches
+            split = self._split(args, kwargs, target, count)
+            missing = self.schedule.microbatches - count
+            step = Step(
+                self.schedule.microbatches,
+                args=split[0],
+                kwargs=[*split[1], *[{}] * missing],
+                targets=[*split[2], *[None] * missing],
+                keep_outputs=self.has_last,
+            )
+            self._evaluation(with_loss=target is not None).run(step, self.transport.progress)
+        if losses is not None:
+            losses.extend(loss for loss in step.losses if loss is not None)
+        return self._merged(step)
+
+    def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
+        """Run a function of your own for every action of a type; see ``penstock.runtime.custom``."""
+        if kind not in ComputationType:
+            raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
+        self._custom[kind] = function
+        self._programs.clear()
+
+    def close(self) -> None:
+        """Let go of connections and threads. Also done by ``with Pipeline(...) as pipe:``."""
+        self._programs.clear()
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Setting up -----------------------------------------------------------------------------------------------------
+
+    def _model(self) -> CommModel:
+        """How communication behaves for the verifier: headers that are waited for make a lane of everything."""
+        model = self.transport.model
+        if self._shapes == PER_MICROBATCH and model.lanes != "message":
+            return CommModel(model.buffering, lanes="rank")
+        return model
+
+    def _lowered(self, schedule: Schedule, model: CommModel) -> Schedule:
+        if schedule.compute_only:
+            return lower(schedule, model=model)
+        if self._verify:
+            prove(schedule, model=model)
+        return schedule
+
+    def _check_stages(self) -> None:
+        schedule, rank = self.schedule, self.transport.rank
+        if self.transport.ranks != schedule.ranks:
+            raise StageError(f"the schedule is for {schedule.ranks} ranks, but the group has {self.transport.ranks}")
+        wanted = schedule.placement.stages_of(rank)
+        if sorted(self._stages) != sorted(wanted):
+            raise StageError(
+                f"rank {rank} needs the stages {sorted(wanted)} of this schedule, and was given {sorted(self._stages)}"
+            )
+        if self.has_last and self._loss_fn is None and not self._forward_only:
+            raise StageError(
+                f"rank {rank} has the last stage and the schedule has backwards: give loss_fn",
+                stage=schedule.stages - 1,
+            )
+
+    @property
+    def _forward_only(self) -> bool:
+        return all(
+            part.computation_type is ComputationType.FORWARD for row in only_compute(self.schedule) for part in row
+        )
+
+    def _begin(self) -> None:
+        """Make sure that all ranks run the same schedule, and that the edges come up."""
+        digest = hashlib.sha256(self.schedule.codes.tobytes() + self.schedule.offsets.tobytes()).digest()
+        others = self.transport.exchange(digest)
+        if unlike := [rank for rank, other in enumerate(others) if other != digest]:
+            raise StageError(f"rank {unlike[0]} has been given another schedule than rank {self.transport.rank}")
+        rank_of = self.schedule.placement.rank_of
+        pairs = {tuple(sorted(pair)) for pair in pairwise(rank_of) if pair[0] != pair[1]}
+        self.transport.connect(sorted(pairs))  # type: ignore[arg-type]
+
+    # Programs -------------------------------------------------------------------------------------------------------
+
+    def _training(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> Program:
+        if self.has_first and self._shapes == INFERRED:
+            self._check_seen(args)
+        if "training" not in self._programs:
+            self._programs["training"] = self._compiled(self.schedule, self._edges(args, kwargs), self._loss_fn)
+        return self._programs["training"]
+
+    def _check_seen(self, args: Sequence[Any]) -> None:
+        """Shapes are agreed once; others would be received into buffers of the wrong size."""
+        seen = agreeing.kinds_of(args)
+        if self._seen is None:
+            self._seen = seen
+        elif seen != self._seen:
+            raise MetadataError(
+                f"the microbatches have other shapes than in the first step: {_told(seen)}, agreed was "
+                f"{_told(self._seen)}; if shapes vary, pass shapes={PER_MICROBATCH!r}"
+            )
+
+    def _evaluation(self, *, with_loss: bool) -> Program:
+        name = f"evaluation with_loss={with_loss}"
+        if name not in self._programs:
+            schedule = Schedule(
+                only_forwards(self.schedule.actions),
+                placement=self.schedule.placement,
+                microbatches=self.schedule.microbatches,
+            )
+            model = self.transport.model
+            if model.lanes != "message":
+                model = CommModel(model.buffering, lanes="rank")
+            lowered = lower(schedule, reduce=False, model=model)
+            edges = {stage: self._edge(stage, None) for stage in self._touching()}
+            self._programs[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None)
+        return self._programs[name]
+
+    def _compiled(self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: Any) -> Program:
+        workplace = Workplace(
+            self._stages,
+            edges,
+            count=schedule.stages,
+            microbatches=schedule.microbatches,
+            loss_fn=loss_fn,
+        )
+        return compiled(schedule, self.rank, Custom(self, workplace, self._custom).operation)
+
+    def _edges(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> dict[int, Edge]:
+        rank_of = self.schedule.placement.rank_of
+        metas: agreeing.Metas | None = None
+        if self._shapes == INFERRED:
+            metas = agreeing.inferred(self._stages, rank_of, self.transport, args, kwargs)
+        elif isinstance(self._shapes, Mapping):
+            metas = agreeing.given(self._shapes, self._stages, len(rank_of), self.schedule.microbatches)
+        return {stage: self._edge(stage, metas) for stage in self._touching()}
+
+    def _touching(self) -> list[int]:
+        """The edges to or from a stage of this rank, by the stage that they come from."""
+        touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
+        return sorted(edge for edge in touched if 0 <= edge < self.schedule.stages - 1)
+
+    def _edge(self, stage: int, metas: agreeing.Metas | None) -> Edge:
+        rank_of, microbatches = self.schedule.placement.rank_of, self.schedule.microbatches
+        here = [one for one in (stage, stage + 1) if one in self._stages]
+        if len(here) == 2:
+            return Local(stage, microbatches)
+        peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
+        device = self._stages[here[0]].device
+        if metas is None:
+            return Announced(stage, microbatches, self.transport, peer, device)
+        return Agreed(stage, self.transport, peer, device, metas[stage])
+
+    # In a step ------------------------------------------------------------------------------------------------------
+
+    def _split(self, args: Any, kwargs: Any, target: Any, count: int) -> tuple[list[Any], list[Any], list[Any]]:
+        if self.has_first and not args and not kwargs:
+            raise MicrobatchError(f"rank {self.rank} has the first stage: call step with its arguments", name="args")
+        if args and not self.has_first:
+            raise MicrobatchError(
+                f"rank {self.rank} does not have the first stage: positional arguments are for rank "
+                f"{self.schedule.placement.rank_of[0]}; a stage gets its own from the stage before",
+                name="args",
+            )
+        return split_call(args, kwargs, target if self.has_last else None, count, **self._specs)
+
+    def _shares(self, targets: Sequence[Any]) -> Sequence[float]:
+        if not self.has_last:
+            return ()
+        return shares(self._reduction, targets, self._specs["target_spec"], self._weight)
+
+    def _merged(self, step: Step) -> Any:
+        if step.outputs is None:
+            return None
+        return merge([output for output in step.outputs if output is not ABSENT], self._output_spec)
+
+    # When something goes wrong --------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        failure = self._failure or self.transport.failure()
+        if failure is not None:
+            raise dead_error(failure)
+
+    def _telling(self) -> Telling:
+        return Telling(self)
+
+
+class Telling:
+    """Around a step: an error here becomes one on every rank, and the pipeline is not used any more."""
+
+    def __init__(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            return
+        pipe, transport = self._pipe, self._pipe.transport
+        failure = transport.explain(error) or _failure(pipe, error)
+        told = transport.fail(failure)
+        pipe._failure = told
+        if isinstance(error, (KeyboardInterrupt, SystemExit, StepError)):
+            return
+        raise step_error(told) from error
+
+
+def _failure(pipe: Pipeline, error: BaseException) -> Failure:
+    """An error on this rank, for everyone."""
+    progress = pipe.transport.progress
+    program = next((one for one in pipe._programs.values() if one.labels is progress.labels), None)
+    action = program.actions[progress.index] if program and progress.index >= 0 else None
+    place = f" in {action} (stage {action.stage_index}, microbatch {action.microbatch_index})" if action else ""
+    return Failure(
+        pipe.rank,
+        f"rank {pipe.rank} failed{place}: {type(error).__name__}: {error}",
+        action=str(action) if action else None,
+        stage=action.stage_index if action else None,
+        microbatch=action.microbatch_index if action else None,
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def only_compute(schedule: Schedule) -> list[list[Any]]:
+    """The compute actions of each row, overlaps taken apart."""
+    return [
+        [part for action in row if action is not None and action.is_compute for part in action.leaves]
+        for row in schedule.actions
+    ]
+
+
+def _stages(stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage]) -> dict[int, Stage]:
+    if isinstance(stages, Mapping):
+        given = [stage if isinstance(stage, Stage) else Stage(index, stage) for index, stage in stages.items()]
+    else:
+        given = list(stages)
+        if not all(isinstance(stage, Stage) for stage in given):
+            raise StageError("stages are modules by their index, e.g. {0: first, 3: last}, or a list of Stage objects")
+    found = {stage.index: stage for stage in given}
+    if len(found) < len(given):
+        raise StageError(f"a stage is given twice: {sorted(stage.index for stage in given)}")
+    return found
+
+
+def _transport(schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> Transport:
+    if dist.is_available() and dist.is_initialized():
+        return DistributedTransport(group, timeout=timeout)
+    if schedule.ranks == 1:
+        return thread_transports(1)[0]
+    raise StageError(
+        f"the schedule is for {schedule.ranks} ranks and there is no process group: start with "
+        "'penstock run --ranks N script.py' or torchrun, and call torch.distributed.init_process_group"
+    )
+
+
+def _check_shapes(shapes: object) -> None:
+    if shapes not in (INFERRED, PER_MICROBATCH) and not isinstance(shapes, Mapping):
+        raise StageError(f"shapes is {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
+
+
+def _told(seen: Any) -> str:
+    kinds, signatures = seen
+    return " and ".join(
+        f"{kinds.count(number)} x {', '.join(str(list(shape)) for shape, _ in signature[1:])}"
+        for number, signature in enumerate(signatures)
+    )

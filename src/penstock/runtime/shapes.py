@@ -1,0 +1,182 @@
+"""What goes over each edge, agreed before it does: found by a dry run through the stages, or given."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.errors import MetadataError, StageError
+from penstock.runtime.edges import arguments
+from penstock.runtime.metadata import EdgeMeta, decode, describe, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.runtime.stage import Stage
+    from penstock.runtime.transport.protocol import Transport
+
+_COUNT: Final = struct.Struct("<I")
+#: Which kind each microbatch is of; microbatches of one kind have equal shapes.
+Kinds = tuple[int, ...]
+#: By the stage that an edge comes from: what each microbatch looks like.
+Metas = dict[int, list[EdgeMeta]]
+
+
+def kinds_of(args: Sequence[Any]) -> tuple[Kinds, tuple[Any, ...]]:
+    """Which microbatches have equal shapes, and what tells them apart.
+
+    >>> kinds_of([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)])[0]
+    (0, 0, 1)
+    """
+    seen: dict[Any, int] = {}
+    kinds = tuple(seen.setdefault(_signature(value), len(seen)) for value in args)
+    return kinds, tuple(seen)
+
+
+def _signature(value: Any) -> tuple[Any, ...]:
+    leaves, structure = pytree.tree_flatten(value)
+    return (str(structure), *((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+
+def inferred(
+    stages: Mapping[int, Stage],
+    rank_of: Sequence[int],
+    transport: Transport,
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+) -> Metas:
+    """Agree on what goes over every edge to or from the stages of this rank. All ranks of the pipeline call it.
+
+    Each stage is run once for every kind of microbatch, the first stage with the real arguments, the others with zeros
+    of the announced shapes; then it tells the next one what comes out.
+    """
+    metas: Metas = {}
+    rank = transport.rank
+    told: tuple[Kinds, list[EdgeMeta]] = ((), [])
+    for index in sorted(stages):
+        if index == 0:
+            kinds, found = kinds_of(args)[0], list[EdgeMeta]()
+        elif rank_of[index - 1] == rank:
+            kinds, found = told
+        else:
+            kinds, found = _read(transport.hear(rank_of[index - 1]))
+        if index > 0:
+            metas[index - 1] = [found[kind] for kind in kinds]
+        if index == len(rank_of) - 1:
+            break
+        outcomes = []
+        for kind in range(max(kinds) + 1):
+            microbatch = kinds.index(kind)
+            values = args[microbatch] if index == 0 else arguments(_stand_in(found[kind], stages[index].device))
+            outcomes.append(_dry_run(stages[index], values, kwargs[microbatch]))
+        told = kinds, outcomes
+        metas[index] = [outcomes[kind] for kind in kinds]
+        if rank_of[index + 1] != rank:
+            transport.tell(rank_of[index + 1], _written(*told))
+    return metas
+
+
+def given(examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, microbatches: int) -> Metas:
+    """What was given: an example of the output of each stage but the last, for a microbatch.
+
+    If no tensor of an example needs a gradient, all that can have one do.
+    """
+    metas: Metas = {}
+    for index in sorted({neighbour for stage in stages for neighbour in (stage - 1, stage)}):
+        if not 0 <= index < count - 1:
+            continue
+        if index not in examples:
+            raise StageError(
+                f"shapes has no example of what stage {index} gives; add {index}: torch.empty(..., device='meta')",
+                stage=index,
+            )
+        metas[index] = [_with_gradients(describe(examples[index]))] * microbatches
+    return metas
+
+
+def _with_gradients(meta: EdgeMeta) -> EdgeMeta:
+    if any(one.requires_grad for one in meta.tensors):
+        return meta
+    tensors = tuple(replace(one, requires_grad=_differentiable(one.dtype)) for one in meta.tensors)
+    return EdgeMeta(meta.structure, tensors)
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _stand_in(meta: EdgeMeta, device: torch.device) -> Any:
+    return meta.unflatten([one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors])
+
+
+def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
+    """What a stage gives, found by running it on copies, with random numbers and buffers as they were."""
+    with _unchanged(stage), torch.enable_grad():
+        output = stage.module(*_copied(args), **_copied(kwargs))
+        return describe(output)
+
+
+def _copied(values: Any) -> Any:
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, copy, values)
+
+
+@contextmanager
+def _unchanged(stage: Stage) -> Iterator[None]:
+    """Leave no trace of a run: neither in the generators of random numbers nor in buffers."""
+    kept = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in stage.module.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    device = stage.device
+    accelerated = device.type not in ("cpu", "meta")
+    with torch.random.fork_rng(
+        devices=[device] if accelerated else [], device_type=device.type if accelerated else "cuda"
+    ):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffers, name, buffer, value in kept:
+                    buffer.copy_(value)
+                    buffers[name] = buffer
+
+
+def _written(kinds: Kinds, metas: Sequence[EdgeMeta]) -> bytes:
+    parts = [struct.pack(f"<{len(kinds)}I", *kinds), *map(encode, metas)]
+    return b"".join(_COUNT.pack(len(part)) + part for part in parts)
+
+
+def _read(data: bytes) -> tuple[Kinds, list[EdgeMeta]]:
+    parts = list(_parts(data))
+    if len(parts) < 2 or len(parts[0]) % _COUNT.size:
+        raise MetadataError("a stage announced its shapes in a way that cannot be read: it may run another version")
+    kinds = tuple(number for (number,) in _COUNT.iter_unpack(parts[0]))
+    metas = [decode(part) for part in parts[1:]]
+    if not kinds or max(kinds) >= len(metas):
+        raise MetadataError(
+            f"a stage announced {len(metas)} kinds of microbatches, and one of kind {max(kinds, default=0)}"
+        )
+    return kinds, metas
+
+
+def _parts(data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(data):
+        if len(data) - at < _COUNT.size:
+            raise MetadataError("an announcement of shapes is cut off")
+        (length,) = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        if len(data) - at < length:
+            raise MetadataError("an announcement of shapes is cut off")
+        yield data[at : at + length]
+        at += length

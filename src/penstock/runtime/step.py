@@ -1,0 +1,102 @@
+"""What lives for one step: everything that is under way between the operations of a rank, and nothing afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch.autograd.graph import GradientEdge
+
+    from penstock.runtime.metadata import EdgeMeta
+    from penstock.runtime.transport.protocol import Pending
+
+    Tensors = Sequence[torch.Tensor]
+
+
+class Flight(NamedTuple):
+    """A microbatch in a stage, between its forward and its backward.
+
+    Attributes:
+        roots: where its graph begins: an edge for each output that needs a gradient, or for the loss.
+        inputs: the tensors that came from the stage before and need a gradient.
+    """
+
+    roots: Sequence[GradientEdge]
+    inputs: Tensors
+
+
+class Step:
+    """The state of one step on one rank.
+
+    Values between stages are kept by a key that names edge and microbatch, the rest by one that names stage and
+    microbatch. Whatever takes something out of here takes it away, so that it lives no longer than it is needed.
+
+    Attributes:
+        args: the positional arguments of the first stage, for each microbatch.
+        kwargs: the keyword arguments of every stage, for each microbatch.
+        targets: what the loss function gets beside the output, for each microbatch.
+        shares: what each microbatch's loss counts for in that of the batch.
+        seeds: the gradient of each loss that has been computed.
+        losses: the loss of each microbatch, without history, where it is computed.
+        outputs: the output of each microbatch, if they are to be kept.
+        arriving: activations that have been asked for.
+        handed: activations from a stage of the same rank.
+        leaving: activations that have yet to be sent.
+        metas: the description of each activation that was sent, where it varies.
+        sending: what has been sent but not been waited for, with the tensors.
+        flights: microbatches between forward and backward.
+        deferred: weight gradients to be computed.
+    """
+
+    __slots__ = (
+        "args",
+        "arriving",
+        "arriving_gradients",
+        "deferred",
+        "flights",
+        "handed",
+        "handed_gradients",
+        "kwargs",
+        "leaving",
+        "leaving_gradients",
+        "losses",
+        "metas",
+        "outputs",
+        "seeds",
+        "sending",
+        "shares",
+        "targets",
+    )
+
+    def __init__(
+        self,
+        microbatches: int,
+        *,
+        args: Sequence[tuple[Any, ...]] = (),
+        kwargs: Sequence[dict[str, Any]] = (),
+        targets: Sequence[Any] = (),
+        shares: Sequence[float] = (),
+        keep_outputs: bool = False,
+    ) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.targets = targets
+        self.shares = shares
+        self.seeds: dict[int, Tensors] = {}
+        self.losses: list[torch.Tensor | None] = [None] * microbatches
+        self.outputs: list[Any] | None = [None] * microbatches if keep_outputs else None
+        self.arriving: dict[int, Any] = {}
+        self.handed: dict[int, Any] = {}
+        self.leaving: dict[int, Any] = {}
+        self.metas: dict[int, EdgeMeta] = {}
+        self.arriving_gradients: dict[int, tuple[Tensors, Sequence[Pending]]] = {}
+        self.handed_gradients: dict[int, Tensors] = {}
+        self.leaving_gradients: dict[int, Tensors] = {}
+        self.sending: dict[int, tuple[Sequence[Pending], Tensors]] = {}
+        self.flights: dict[int, Flight] = {}
+        self.deferred: dict[int, Callable[[], None]] = {}
+
+
+Operation = Callable[[Step], None]
