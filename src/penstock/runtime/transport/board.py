@@ -5,6 +5,7 @@ Only JSON is written, of a bounded size; what is read is checked, since anyone m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _VERSION: Final = 1
 _FAILURE: Final = "failure"
+#: How many seconds a rank stays for the others to learn of a failure.
+_STAY: Final = 1.0
 #: Longer messages are cut in the middle; tracebacks at their beginning, the end says most.
 _MOST_MESSAGE: Final = 8_000
 _MOST_TRACEBACK: Final = 30_000
@@ -42,9 +45,11 @@ class Place(NamedTuple):
 class Board:
     """The store, with a method for everything that is written to it or read from it."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._store = store
         self._rank = rank
+        self._ranks = ranks
+        self._knows_since: float | None = None
 
     def tell_failure(self, failure: Failure) -> Failure:
         """Write a failure, unless there is one already; returns the one that is there."""
@@ -76,13 +81,22 @@ class Board:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def acknowledge(self) -> int:
-        """Say that this rank knows of the failure; returns how many do."""
-        return self._store.add("knows", 1)
+    def acknowledge(self) -> None:
+        """Say that this rank knows of the failure."""
+        self._knows_since = time.monotonic()
+        self._store.add("knows", 1)
 
-    def knowing(self) -> int:
-        """How many ranks know of the failure."""
-        return self._store.add("knows", 0)
+    def stay(self) -> None:
+        """Wait until every rank knows of the failure that this one knows of, for a moment at most.
+
+        This rank may be the one that hosts the store, and end when this returns.
+        """
+        if self._knows_since is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < self._knows_since + _STAY and self._store.add("knows", 0) < self._ranks:
+                time.sleep(0.02)
+        self._knows_since = None
 
 
 def encoded(failure: Failure) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -27,12 +28,11 @@ if TYPE_CHECKING:
 
     from penstock.runtime.transport.groups import Work
 
-#: The backend's own limit for a wait is later than that of the watch, which can say more.
+#: So much later than the watch, which can say more, the backend and the mailbox give up a wait, in seconds.
 _BACKEND_GRACE: Final = 60.0
+_MAILBOX_GRACE: Final = 2.0
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 2.0
-#: How long whoever fails stays, so that the others can read why; it may be the one that hosts the store.
-_STAY: Final = 1.0
 
 
 class DistributedTransport:
@@ -51,27 +51,31 @@ class DistributedTransport:
         parent = group if group is not None else dist.group.WORLD
         if parent is None or not isinstance(parent, dist.ProcessGroup):
             raise TransportError("there is no process group that this process is in: call init_process_group first")
+        if timeout <= 0:
+            raise TransportError(f"the timeout must be more than 0 s, not {timeout}")
         self.rank: int = parent.rank()
         self.ranks: int = parent.size()
         self.progress = Progress()
         self._timeout = timeout
         self._failure: Failure | None = None
-        self._failed_at = 0.0
         self._lock = threading.Lock()
-        self._connecting = False
+        self._connecting = self._closed = False
         store = parent.get_group_store()
         prefix = own_prefix(store, self.rank)
-        self._mailbox = Mailbox(connection(store, prefix, timeout), self.rank, self.ranks, timeout)
+        self._mailbox = Mailbox(connection(store, prefix, timeout + _MAILBOX_GRACE), self.rank, self.ranks, self._check)
         self._watch_store = connection(store, prefix, timeout)
-        self._board = Board(self._watch_store, self.rank)
-        self._mailbox.exchange(b"", lambda: None)  # or the backend would wait for a rank without naming it
+        self._board = Board(self._watch_store, self.rank, self.ranks)
+        self._mailbox.exchange(b"")  # or the backend would wait for a rank without naming it
         limit = timedelta(seconds=timeout + _BACKEND_GRACE)
-        self._group = OwnGroup(parent, PrefixStore(f"{prefix}/group", store), limit)
+        try:
+            self._group = OwnGroup(parent, PrefixStore(f"{prefix}/group", store), limit)
+        except RuntimeError as error:
+            raise TransportError(f"rank {self.rank} cannot connect to its peers: {_reason(error)}") from error
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
         watch = Watch(self, self._board, timeout)
         watch.start()
-        self._end = weakref.finalize(self, _end, watch, self._group)
+        self._end = weakref.finalize(self, _end, watch, self._board, self._group)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Bring up the given pairs of ranks in that order; name the pair that does not come up."""
@@ -94,7 +98,7 @@ class DistributedTransport:
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks. All ranks call it."""
         with self._reaching_the_store():
-            return self._mailbox.exchange(data, self._check)
+            return self._mailbox.exchange(data)
 
     def tell(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
@@ -104,23 +108,22 @@ class DistributedTransport:
     def hear(self, peer: int) -> bytes:
         """What the peer told next."""
         with self._reaching_the_store():
-            return self._mailbox.hear(peer, self._check)
+            return self._mailbox.hear(peer)
 
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
         if self._failure is not None:
             return self._failure
         try:
-            winning = self._board.tell_failure(failure)
+            winning = self.learn(self._board.tell_failure(failure))
         except RuntimeError:  # the store is gone: the others notice that, and the end of the connections
-            winning = failure
-        winning = self.learn(winning)
-        self._let_others_know()
+            winning = self.learn(failure, alone=True)
+        self._board.stay()
         return winning
 
     def failure(self) -> Failure | None:
         """The failure that was told, if any. Asks the store: once in a step, not once in an action."""
-        if self._failure is None and self._end.alive:
+        if self._failure is None and not self._closed:
             try:
                 found = self._board.failure()
             except RuntimeError as error:
@@ -144,11 +147,9 @@ class DistributedTransport:
 
     def close(self) -> None:
         """End threads and connections of this transport's own; safe to call twice."""
-        if self._end.alive:
-            if self._failure is not None:
-                self._let_others_know()
-            self._send = self._receive = self._refuse
-            self._end()
+        self._closed = True
+        self._send = self._receive = self._refuse
+        self._end()
 
     # For the watch --------------------------------------------------------------------------------------------------
 
@@ -157,27 +158,29 @@ class DistributedTransport:
         """Whether this rank waits for another outside a step."""
         return self._connecting or self._mailbox.awaited is not None
 
-    def learn(self, failure: Failure) -> Failure:
-        """Take note of a failure and end all waits; returns the one that was first."""
+    def learn(self, failure: Failure, *, alone: bool = False) -> Failure:
+        """Take note of a failure and end all waits; returns the one that was first.
+
+        Args:
+            failure: what happened.
+            alone: whether the store, where the others would hear from this rank, is gone; that ends the waits for it.
+        """
         with self._lock:
             if self._failure is not None:
                 return self._failure
             self._failure = failure
-            self._failed_at = time.monotonic()
         self._send = self._receive = self._refuse
         self._group.end_waits()
-        try:
-            self._board.acknowledge()
-            self._mailbox.end_wait(self._watch_store)
-        except RuntimeError:
-            pass  # the store is gone: that ends the wait as well
+        if not alone:
+            with suppress(RuntimeError):
+                self._board.acknowledge()
+                self._mailbox.end_wait(self._watch_store)
         return failure
 
     def lose_store(self, error: RuntimeError) -> Failure:
         """Take note that the store is gone."""
-        reason = str(error).partition("\n")[0]
-        told = f"rank {self.rank} has lost the store; the process that hosts it may have been killed ({reason})"
-        return self.learn(Failure(self.rank, told, label_of(self.progress)))
+        told = f"rank {self.rank} has lost the store; the process that hosts it may have been killed"
+        return self.learn(Failure(self.rank, f"{told} ({_reason(error)})", label_of(self.progress)), alone=True)
 
     # Within ---------------------------------------------------------------------------------------------------------
 
@@ -193,22 +196,22 @@ class DistributedTransport:
         except PenstockError:
             raise
         except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            told = f"the connection between rank {pair[0]} and rank {pair[1]} does not come up ({reason})"
+            told = f"the connection between rank {pair[0]} and rank {pair[1]} does not come up ({_reason(error)})"
             mine = Failure(self.rank, told)
             first = self.failure() or self.fail(mine)
-            if first is mine or first == mine:
+            if first == mine:
                 raise TransportError(told, peer=peer) from error
             raise step_error(first) from error
 
     def _refuse(self, _tensors: Sequence[torch.Tensor], rank: int, _tag: int) -> NoReturn:
         self._check()
-        raise TransportError(f"nothing can be sent to rank {rank} or received: this transport is closed", peer=rank)
+        raise TransportError("this transport is closed", peer=rank)
 
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise dead_error(self._failure)
-        if not self._end.alive:
+    def _check(self, ask: bool = False) -> None:
+        failure = self.failure() if ask else self._failure
+        if failure is not None:
+            raise dead_error(failure)
+        if self._closed:
             raise TransportError("this transport is closed")
 
     @contextmanager
@@ -223,28 +226,25 @@ class DistributedTransport:
 
     def _lost_connection(self, error: BaseException) -> Failure:
         peer, label = peer_of(self.progress), label_of(self.progress)
-        reason = str(error).partition("\n")[0]
         whose = "a connection" if peer is None else f"the connection to rank {peer}"
         where = "" if label is None else f" in {label}"
-        told = f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed ({reason})"
+        told = f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed ({_reason(error)})"
         return Failure(self.rank if peer is None else peer, told, label)
-
-    def _let_others_know(self) -> None:
-        """Stay until every rank knows of the failure, for a moment at most."""
-        try:
-            while time.monotonic() < self._failed_at + _STAY and self._board.knowing() < self.ranks:
-                time.sleep(0.02)
-        except RuntimeError:
-            pass
 
 
 def _is_of_a_connection(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
-    told = str(error)
-    return isinstance(error, RuntimeError) and ("/gloo/" in told or "pair closure" in told or "Connection " in told)
+    return isinstance(error, RuntimeError) and ("/gloo/" in str(error) or "pair closure" in str(error))
 
 
-def _end(watch: Watch, group: OwnGroup) -> None:
+def _reason(error: BaseException) -> str:
+    """The first sentence of an error of torch, without the place in its sources."""
+    line = str(error).partition("\n")[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
+
+
+def _end(watch: Watch, board: Board, group: OwnGroup) -> None:
     watch.stop()
+    board.stay()
     group.destroy()

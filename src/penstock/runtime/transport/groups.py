@@ -84,13 +84,18 @@ class OwnGroup:
     def end_waits(self) -> None:
         """Make every wait for a transfer raise, here and at the peers. Nothing can be sent afterwards."""
         connections = self._connections
-        if connections is None or self._ranks == 1:
+        if connections is None:
             return
-        with contextlib.suppress(Exception):
-            if self._is_gloo:
-                _close_pairs(connections, 1 if self._rank == 0 else 0)
-            else:
+        if not self._is_gloo:
+            with contextlib.suppress(Exception):
                 connections.abort()
+            return
+        # Neither abort nor shutdown wakes a thread that waits. A wait that times out does: gloo then closes all pairs.
+        # A pair that is closed already would not let it wait: so each gets its turn.
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                with contextlib.suppress(Exception):
+                    connections.recv([torch.zeros(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
 
     def destroy(self) -> None:
         """Give it back."""
@@ -99,8 +104,3 @@ class OwnGroup:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(self._group)
         self._group = None
-
-
-def _close_pairs(gloo: Connections, peer: int) -> None:
-    # Neither abort nor shutdown wakes a thread that waits. A wait that times out does: gloo then closes all pairs.
-    gloo.recv([torch.zeros(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from penstock.errors import TransportError
+from penstock.errors import PenstockError, TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,12 +23,20 @@ class Mailbox:
         awaited: the key that this rank waits for, so that another thread can end the wait.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, check: Callable[[bool], None]) -> None:
+        """Make one.
+
+        Args:
+            store: where the words are left; whoever waits on it does so for as long as its timeout.
+            rank: the rank that reads and writes.
+            ranks: how many there are.
+            check: raises if there has been a failure; with True it asks the store whether there has.
+        """
         self.awaited: str | None = None
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._timeout = timeout
+        self._check = check
         self._told: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
         self._round = 0
@@ -38,22 +46,21 @@ class Mailbox:
         self._set(f"word/{self._rank}/{peer}/{self._told[peer]}", data)
         self._told[peer] += 1
 
-    def hear(self, peer: int, check: Callable[[], None]) -> bytes:
-        """The next word of a peer; ``check`` raises if there will not be one."""
+    def hear(self, peer: int) -> bytes:
+        """The next word of a peer."""
         key = f"word/{peer}/{self._rank}/{self._heard[peer]}"
-        data = self._get(key, peer, check)
+        data = self._get(key, peer)
         self._heard[peer] += 1
         self._store.delete_key(key)
         return data
 
-    def exchange(self, data: bytes, check: Callable[[], None]) -> list[bytes]:
+    def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave in this round."""
         number = self._round
         self._round += 1
         self._set(f"round/{number}/{self._rank}", data)
         given = [
-            data if rank == self._rank else self._get(f"round/{number}/{rank}", rank, check)
-            for rank in range(self._ranks)
+            data if rank == self._rank else self._get(f"round/{number}/{rank}", rank) for rank in range(self._ranks)
         ]
         # Whoever has given in this round has read all of the round before.
         if number > 0:
@@ -61,30 +68,31 @@ class Mailbox:
         return given
 
     def end_wait(self, store: Store) -> None:
-        """End the wait of this rank, from another thread and through another connection; its ``check`` then raises."""
+        """End the wait of this rank, from another thread and through another connection."""
         key = self.awaited
         if key is not None:
-            store.set(key, b"")  # type: ignore[arg-type]  # bytes are fine
+            store.set(key, "")
 
     def _set(self, key: str, data: bytes) -> None:
         # A key without a value is what ends a wait: so a word is never empty.
         self._store.set(key, b"=" + data)  # type: ignore[arg-type]  # bytes are fine
 
-    def _get(self, key: str, peer: int, check: Callable[[], None]) -> bytes:
-        self.awaited = key
+    def _get(self, key: str, peer: int) -> bytes:
         began = time.monotonic()
+        self.awaited = key
         try:
-            check()
+            self._check(False)  # from now on, a failure ends the wait
             data = self._store.get(key)
         except RuntimeError as error:
-            check()
-            if time.monotonic() - began < 0.9 * self._timeout:
+            self._check(False)
+            if isinstance(error, PenstockError) or "timeout" not in str(error).lower():
                 raise
-            told = f"rank {self._rank} has waited {self._timeout:g} s for a word of rank {peer}, which has not come"
-            raise TransportError(told, peer=peer) from error
+            waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s"
+            raise TransportError(f"{waited} for a word of rank {peer}, which has not come", peer=peer) from error
         finally:
             self.awaited = None
-        check()
+        if not data:
+            self._check(True)
         if not data.startswith(b"="):
             raise TransportError(f"the word of rank {peer} is damaged: {data[:60]!r}", peer=peer)
         return data[1:]
