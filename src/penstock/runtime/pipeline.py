@@ -47,7 +47,7 @@ class Pipeline:
 
     >>> import penstock as ps
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    >>> schedule = ps.build("GPipe", ranks=1, microbatches=2, stages_per_rank=2)
+    >>> schedule = ps.build("LoopedBFS", ranks=1, microbatches=2, stages_per_rank=2)
     >>> pipe = Pipeline(dict(enumerate(model)), schedule, loss_fn=torch.nn.functional.mse_loss)
     >>> losses = []
     >>> out = pipe.step(torch.ones(6, 4), target=torch.zeros(6, 4), losses=losses)
