@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.signedinteger[Any]]
 
-_NONE: Final = np.empty(0, np.int32)
+_NONE: Final = np.empty(0, np.int64)
 
 REASONS: Final = ("program", "post", "lane", "use", "message", "room", "data")
 
@@ -90,7 +90,8 @@ def matches(leaves: Leaves) -> Matches:
     good = (receive != NOWHERE) & (leaves.rank[receive] != leaves.rank[send])
     if not leaves.all_at_home:
         good &= leaves.is_at_home(send) & leaves.is_at_home(receive)
-    return Matches(send[good], receive[good])
+    pairs = good.nonzero()[0]
+    return Matches(send[pairs], receive[pairs])
 
 
 def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
@@ -107,9 +108,8 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
         node,
         np.concatenate([awaited for _, awaited, _ in edges]),
         np.concatenate([waiting for _, _, waiting in edges]),
-        np.repeat(
-            np.array([REASONS.index(reason) for reason, _, _ in edges], np.int8),
-            [len(awaited) for _, awaited, _ in edges],
+        np.array([REASONS.index(reason) for reason, _, _ in edges], np.int8).repeat(
+            [len(awaited) for _, awaited, _ in edges]
         ),
     )
 
@@ -128,13 +128,13 @@ def _communication(leaves: Leaves, pairs: Matches, model: CommModel) -> Iterator
 def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
     """A rank's own actions in a row, and its transfers each behind the action before it."""
     blocks = ~leaves.is_among(OPERATIONS)
-    blocking = blocks.nonzero()[0].astype(np.int32)
+    blocking = blocks.nonzero()[0]
     cell, rank = leaves.cell[blocking], leaves.rank[blocking]
     in_a_row = ((cell[1:] != cell[:-1]) & (rank[1:] == rank[:-1])).nonzero()[0]
     operations = np.concatenate([pairs.send, pairs.receive])
-    number = blocks.cumsum(dtype=np.int32)[operations] - np.int32(1)
+    number = blocks.cumsum()[operations] - 1
     ahead = blocking[number] if len(blocking) else number
-    posted = (number != NOWHERE) & (leaves.rank[ahead] == leaves.rank[operations])
+    posted = ((number != NOWHERE) & (leaves.rank[ahead] == leaves.rank[operations])).nonzero()[0]
     return [
         ("program", blocking[in_a_row], blocking[in_a_row + 1]),
         ("post", ahead[posted], operations[posted]),
@@ -149,9 +149,9 @@ def _uses(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
         return [("data", awaited[elsewhere], waiting[elsewhere])]
     found = []
     for transfer in TRANSFERS:
-        mine = pairs.receive[leaves.is_kind(pairs.receive, transfer.receive)]
-        user = leaves.find_any(transfer.needed_by, leaves.stage[mine], leaves.microbatch[mine])
-        good = (user > mine) & (leaves.rank[user] == leaves.rank[mine])
+        mine = pairs.receive[leaves.is_kind(pairs.receive, transfer.receive).nonzero()[0]]
+        user = leaves.table_of_any(transfer.needed_by)[leaves.slot[mine]]
+        good = ((user > mine) & (leaves.rank[user] == leaves.rank[mine])).nonzero()[0]
         found.append(("use", mine[good], user[good]))
     return found
 
@@ -160,15 +160,15 @@ def _lanes(leaves: Leaves, pairs: Matches, lanes: str) -> tuple[Ints, Ints]:
     """Every operation behind the one before it in its lane."""
     operations = np.concatenate([pairs.send, pairs.receive])
     peers = np.concatenate([leaves.rank[pairs.receive], leaves.rank[pairs.send]])
-    sending = np.arange(len(operations)) < len(pairs.send)
     lane = leaves.rank[operations]
     if lanes != "rank":
         lane = lane * leaves.schedule.ranks + peers
     if lanes == "direction":
-        lane = lane * 2 + sending
+        lane = lane * 2 + (np.arange(len(operations)) < len(pairs.send))
     order = order_by(lane, operations)
-    same = lane[order][1:] == lane[order][:-1]
-    return operations[order][:-1][same], operations[order][1:][same]
+    lane, operations = lane[order], operations[order]
+    ahead = (lane[1:] == lane[:-1]).nonzero()[0]
+    return operations[ahead], operations[ahead + 1]
 
 
 def _room(leaves: Leaves, pairs: Matches, capacity: int) -> tuple[Ints, Ints]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Stands for an action that is not there, and for the rank of a stage that there is not.
 NOWHERE: Final = -1
 
-_NO_PLACES: Final = np.empty(0, np.int32)
+_NO_PLACES: Final = np.empty(0, np.int64)
 
 
 def too_sparse(schedule: Schedule) -> bool:
@@ -54,18 +54,18 @@ class Leaves:
         self.schedule = schedule
         self.stages, self.microbatches = schedule.stages, schedule.microbatches
         self.stride = self.microbatches + 1
-        # Places, ranks and stages fit into 32 bits, and the time of all this is the time that memory takes.
         self.codes, offsets = schedule.codes, schedule.offsets
         self.rank: Places = np.arange(schedule.ranks, dtype=np.int32).repeat(offsets[1:] - offsets[:-1])
-        self.cell: Places = np.arange(len(self.codes), dtype=np.int32)
+        self.cell: Places = np.arange(len(self.codes))
         if (self.codes & packed.JOINED).any():
-            self.cell -= packed.is_joined(self.codes).cumsum(dtype=np.int32)
+            self.cell -= packed.is_joined(self.codes).cumsum()
         self._count: list[int] = np.bincount(packed.types(self.codes), minlength=len(packed.TYPE_NUMBER) + 1).tolist()
         if self._count[packed.IDLE]:
             busy = self.codes != packed.IDLE
             self.codes, self.rank, self.cell = self.codes[busy], self.rank[busy], self.cell[busy]
         self._found: dict[tuple[ComputationType, ...], Places] = {}
         self._tables_of_any: dict[tuple[ComputationType, ...], Places] = {}
+        self._known_inputs: tuple[tuple[Places, Places], Places, Places] | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -87,10 +87,7 @@ class Leaves:
         other.home = self.home
         if self.all_at_home and other._is_at_home(is_new.nonzero()[0]):
             other.all_in_range = other.all_at_home = True
-        place = np.full(len(self), NOWHERE, np.int32)
-        place[stayed] = now
-        waiting, awaited = self.inputs
-        other.inputs = place[waiting], place[awaited]
+        other._known_inputs = self.inputs, stayed, now
         return other
 
     @cached_property
@@ -107,7 +104,7 @@ class Leaves:
     @cached_property
     def stage(self) -> Places:
         """The stage of each."""
-        return packed.stages(self.codes).astype(np.int32)
+        return packed.stages(self.codes)
 
     @cached_property
     def kind(self) -> Places:
@@ -117,7 +114,7 @@ class Leaves:
     @cached_property
     def microbatch(self) -> Places:
         """The microbatch of each, -1 where there is none."""
-        return packed.microbatches(self.codes).astype(np.int32)
+        return packed.microbatches(self.codes)
 
     @cached_property
     def home(self) -> Places:
@@ -153,7 +150,7 @@ class Leaves:
     @cached_property
     def slot(self) -> Places:
         """The slot of each; it may be none, or another's, if it is not in range."""
-        return self.slots(packed.stages(self.codes), packed.microbatches(self.codes))
+        return self.slots(self.stage, self.microbatch)
 
     def slots(self, stages: Places, microbatches: Places) -> Places:
         """The slots of these stages and microbatches."""
@@ -165,21 +162,26 @@ class Leaves:
             raise ScheduleError(
                 f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
             )
-        tables = np.full((len(packed.TYPE_NUMBER) + 1, (self.stages + 2) * self.stride), NOWHERE, np.int32)
-        places = np.arange(len(self), dtype=np.int32) if self.all_in_range else self.in_range.nonzero()[0]
-        tables.ravel()[self._entry[places][::-1]] = places[::-1]  # of several the first stays
+        tables = np.full((len(packed.TYPE_NUMBER) + 1, (self.stages + 2) * self.stride), NOWHERE)
+        places, entries = self._entries
+        tables.ravel()[entries[::-1]] = places[::-1]  # of several the first stays
         return tables
 
     @cached_property
-    def _entry(self) -> Places:
-        """Where each stands in all the tables, one after the other, if it is in range."""
-        return packed.types(self.codes) * ((self.stages + 2) * self.stride) + self.slot
+    def _entries(self) -> tuple[Places, Places]:
+        """The actions in range, and where each stands in the tables, counted through all of them."""
+        entries = packed.types(self.codes) * ((self.stages + 2) * self.stride) + self.slot
+        if self.all_in_range:
+            return np.arange(len(self)), entries
+        places = self.in_range.nonzero()[0]
+        return places, entries[places]
 
     @cached_property
     def repetitions(self) -> Places:
         """Where actions are, of those in range and with a microbatch, that have been there before."""
-        places = (self.microbatch >= 0 if self.all_in_range else self.in_range & (self.microbatch >= 0)).nonzero()[0]
-        return np.asarray(places[self._tables.ravel()[self._entry[places]] != places])
+        places, entries = self._entries
+        again = places[(self._tables.ravel()[entries] != places).nonzero()[0]]
+        return np.asarray(again[self.microbatch[again] != NOWHERE])
 
     def are(self, *kinds: ComputationType) -> Places:
         """Where the actions of these types are, in order."""
@@ -187,7 +189,7 @@ class Leaves:
             return _NO_PLACES
         if kinds not in self._found:
             chosen = self.kind == packed.TYPE_NUMBER[kinds[0]] if len(kinds) == 1 else self.is_among(kinds)
-            self._found[kinds] = chosen.nonzero()[0].astype(np.int32)
+            self._found[kinds] = chosen.nonzero()[0]
         return self._found[kinds]
 
     def are_in_range(self, *kinds: ComputationType) -> Places:
@@ -255,17 +257,22 @@ class Leaves:
 
         What is not there at all nothing waits for.
         """
-        waiting, awaited = [_NO_PLACES], [_NO_PLACES]
+        if self._known_inputs:
+            (waiting, awaited), stood, stands = self._known_inputs
+            place = np.empty(len(stood) and stood[-1] + 1, np.int64)
+            place[stood] = stands
+            return place[waiting], place[awaited]
+        consumers, producers = [_NO_PLACES], [_NO_PLACES]
         for kind, needs in NEEDS.items():
             mine = self.are_in_range(kind)
             if len(mine):
                 slots = self.slot[mine]
                 for need in needs:
-                    waiting.append(mine)
-                    awaited.append(self.table_of_any(need.any_of)[slots + need.stage_offset * self.stride])
-        all_waiting, all_awaited = np.concatenate(waiting), np.concatenate(awaited)
-        there = all_awaited != NOWHERE
-        return all_waiting[there], all_awaited[there]
+                    consumers.append(mine)
+                    producers.append(self.table_of_any(need.any_of)[slots + need.stage_offset * self.stride])
+        waiting, awaited = np.concatenate(consumers), np.concatenate(producers)
+        there = (awaited != NOWHERE).nonzero()[0]
+        return waiting[there], awaited[there]
 
 
 def _are_below(limit: int, numbers: Places) -> bool:

@@ -58,7 +58,7 @@ def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, NDArray[np.int64]]:
     made, sends, receives, receivers = _transfers(leaves)
     code_of = np.concatenate([leaves.codes, sends, receives])
     rank_of = np.concatenate([leaves.rank, leaves.rank[made], receivers])
-    place_of = np.concatenate([np.arange(count, dtype=np.int32), made, made])
+    place_of = np.concatenate([np.arange(count), made, made])
     turn_of, is_added = turn[place_of], np.arange(len(place_of)) >= count
     # In one turn: first the actions, then what they send, part by part.
     order = order_by(rank_of, turn_of, place_of + is_added * count)
@@ -69,9 +69,9 @@ def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, NDArray[np.int64]]:
 def _transfers(leaves: Leaves) -> tuple[Places, Codes, Codes, Places]:
     """Where what goes to another rank is made; the send and the receive of it, and the rank that receives."""
     made = leaves.are_in_range(*_MAKERS)
-    kind = leaves.kind[made]
+    kind = packed.types(leaves.codes[made])
     home = leaves.home[leaves.stage[made] + _STAGE_OFFSET[kind]]
-    away = (home != leaves.rank[made]) & (home != NOWHERE)
+    away = ((home != leaves.rank[made]) & (home != NOWHERE)).nonzero()[0]
     made, kind = made[away], kind[away]
     sends = packed.alone(leaves.codes[made], _SEND[kind])
     receives = packed.further(packed.alone(sends, _RECEIVE[kind]), _STAGE_OFFSET[kind])

@@ -43,13 +43,13 @@ def _all_well(leaves: Leaves, transfer: Transfer) -> bool:
     users = (needed != NOWHERE).nonzero()[0]
     sources = users - transfer.stage_offset * leaves.stride
     home, source_home = leaves.home_of_slot[users], leaves.home_of_slot[sources]
-    away = (home != source_home) & (source_home != NOWHERE)
+    away = ((home != source_home) & (source_home != NOWHERE)).nonzero()[0]
     users, sources = users[away], sources[away]
     if not len(users) == len(leaves.are(transfer.send)) == len(leaves.are(transfer.receive)):
         return False
     maker, receive = made[sources], received[users]
     in_time = (maker < sent[sources]) & (receive < needed[users])
-    return bool(in_time.all() and maker.min(initial=0) != NOWHERE and receive.min(initial=0) != NOWHERE)
+    return bool((in_time & (np.minimum(maker, receive) != NOWHERE)).all())
 
 
 def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Generator[Problem, None, Ints]:
