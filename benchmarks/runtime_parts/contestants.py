@@ -1,0 +1,280 @@
+"""Who runs a schedule: the installed torch, a loop written by hand, and penstock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+import penstock as ps
+from penstock.runtime import Pipeline
+from runtime_parts.models import Model, loss_function
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: All that torch has; the first two have one stage a rank.
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "LoopedBFS",
+    "Interleaved1F1B",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+SINGLE = ("GPipe", "1F1B")
+SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule of a model on a rank."""
+
+    schedule: str
+    microbatches: int
+    model: Model
+    rank: int
+    ranks: int = 2
+
+    @property
+    def compute(self) -> ps.Schedule:
+        """Without transfers."""
+        return ps.build(self.schedule, ranks=self.ranks, microbatches=self.microbatches)
+
+    @property
+    def lowered(self) -> ps.Schedule:
+        """With transfers; nothing is sharded here, so nothing is gathered or reduced."""
+        return ps.lower(self.compute, unshard=False, reduce=False)
+
+    @cached_property
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input and target of a step."""
+        return self.model.batch(self.microbatches)
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """New stages of this rank."""
+        rank_of = self.compute.placement.rank_of
+        return self.model.modules(len(rank_of), [stage for stage, rank in enumerate(rank_of) if rank == self.rank])
+
+    @property
+    def order(self) -> list[tuple[str, int, int]]:
+        """What this rank does: type, stage, microbatch; what overlaps, in its order."""
+        order = []
+        for action in self.lowered.actions[self.rank]:
+            order += [
+                (part.computation_type.value, part.stage_index, part.microbatch_index)
+                for part in action.sub_actions or (action,)
+            ]
+        return order
+
+
+class Contestant:
+    """Runs a step. The gradients are in its modules then, and the losses of the microbatches in ``losses``."""
+
+    modules: dict[int, nn.Module]
+    losses: list[torch.Tensor]
+
+    def step(self) -> None:
+        """Forward and backward of all microbatches."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of connections and threads."""
+
+
+class Torch(Contestant):
+    """The schedules of torch.distributed.pipelining."""
+
+    def __init__(self, case: Case) -> None:
+        rank_of = case.compute.placement.rank_of
+        self.modules = case.modules
+        self.losses: list[torch.Tensor] = []
+        stages = [
+            PipelineStage(module, index, len(rank_of), torch.device("cpu")) for index, module in self.modules.items()
+        ]
+        kind = get_schedule_class(case.schedule)
+        single = issubclass(kind, PipelineScheduleSingle)
+        self.schedule = kind(stages[0] if single else stages, case.microbatches, loss_fn=loss_function)
+        x, target = case.batch
+        self.arguments = (x,) if 0 in self.modules else ()
+        self.target = target if len(rank_of) - 1 in self.modules else None
+
+    def step(self) -> None:
+        """As its users call it."""
+        self.losses = []
+        self.schedule.step(*self.arguments, target=self.target, losses=self.losses)
+
+
+class Penstock(Contestant):
+    """Ours."""
+
+    def __init__(self, case: Case) -> None:
+        rank_of = case.compute.placement.rank_of
+        self.modules = case.modules
+        self.losses: list[torch.Tensor] = []
+        self.pipeline = Pipeline(self.modules, case.compute, loss_fn=loss_function, group=None)
+        x, target = case.batch
+        self.arguments = (x,) if 0 in self.modules else ()
+        self.target = target if len(rank_of) - 1 in self.modules else None
+
+    def step(self) -> None:
+        """As its users call it."""
+        self.losses = []
+        self.pipeline.step(*self.arguments, target=self.target, losses=self.losses)
+
+    def close(self) -> None:
+        """With its groups and its watch."""
+        self.pipeline.close()
+
+
+class Loop(Contestant):
+    """What one would write by hand for one model whose stages hand on a single tensor of a known shape.
+
+    No check, no error handling, no other model. The halves of a backward are made in the plainest way: the gradient of
+    the input with the graph kept, then a backward for the weights alone.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.rank_of = case.compute.placement.rank_of
+        self.last = len(self.rank_of) - 1
+        self.shape = case.model.microbatch
+        self.microbatches = case.microbatches
+        self.modules = case.modules
+        self.weights = {stage: tuple(module.parameters()) for stage, module in self.modules.items()}
+        self.x, self.target = case.batch
+        self.seed = torch.tensor(1 / case.microbatches)
+        does = {
+            "F": self.forward,
+            "B": self.backward,
+            "I": self.backward_input,
+            "W": self.backward_weight,
+            "SEND_F": self.send_activation,
+            "RECV_F": self.receive_activation,
+            "SEND_B": self.send_gradient,
+            "RECV_B": self.receive_gradient,
+        }
+        self.order = [(does[kind], stage, microbatch) for kind, stage, microbatch in case.order]
+        self.losses: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        """Walk the order; wait for what was sent at the end."""
+        self.losses = []
+        self.inputs = self.x.chunk(self.microbatches)
+        self.targets = self.target.chunk(self.microbatches)
+        self.arriving: dict[tuple[int, int, str], tuple[dist.Work, torch.Tensor]] = {}
+        self.ready: dict[tuple[int, int, str], torch.Tensor] = {}
+        self.saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.kept: dict[tuple[int, int], torch.Tensor] = {}
+        self.sent: list[dist.Work] = []
+        for act, stage, microbatch in self.order:
+            act(stage, microbatch)
+        for work in self.sent:
+            work.wait()
+        self.sent.clear()
+
+    def forward(self, stage: int, microbatch: int) -> None:
+        """F, with the loss behind the last stage."""
+        x = self.take(stage, microbatch, "F").requires_grad_() if stage else self.inputs[microbatch]
+        y = self.modules[stage](x)
+        if stage == self.last:
+            y = loss_function(y, self.targets[microbatch])
+            self.losses.append(y.detach())
+        else:
+            self.ready[stage + 1, microbatch, "F"] = y.detach()
+        self.saved[stage, microbatch] = x, y
+
+    def backward(self, stage: int, microbatch: int) -> None:
+        """B."""
+        x, y = self.saved.pop((stage, microbatch))
+        torch.autograd.backward(y, self.gradient(stage, microbatch))
+        if stage > 0:
+            self.ready[stage - 1, microbatch, "B"] = x.grad
+
+    def backward_input(self, stage: int, microbatch: int) -> None:
+        """I."""
+        x, y = self.saved[stage, microbatch]
+        gradient = self.kept[stage, microbatch] = self.gradient(stage, microbatch)
+        if stage > 0:
+            (self.ready[stage - 1, microbatch, "B"],) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """W."""
+        _, y = self.saved.pop((stage, microbatch))
+        torch.autograd.backward(y, self.kept.pop((stage, microbatch)), inputs=self.weights[stage])
+
+    def gradient(self, stage: int, microbatch: int) -> torch.Tensor:
+        """That of the output."""
+        return self.seed if stage == self.last else self.take(stage, microbatch, "B")
+
+    def take(self, stage: int, microbatch: int, direction: str) -> torch.Tensor:
+        """What a stage of this rank has handed on, or what has arrived."""
+        if (tensor := self.ready.pop((stage, microbatch, direction), None)) is not None:
+            return tensor
+        work, tensor = self.arriving.pop((stage, microbatch, direction))
+        work.wait()
+        return tensor
+
+    def send_activation(self, stage: int, microbatch: int) -> None:
+        """SEND_F."""
+        self.sent.append(dist.isend(self.ready.pop((stage + 1, microbatch, "F")), self.rank_of[stage + 1]))
+
+    def send_gradient(self, stage: int, microbatch: int) -> None:
+        """SEND_B."""
+        self.sent.append(dist.isend(self.ready.pop((stage - 1, microbatch, "B")), self.rank_of[stage - 1]))
+
+    def receive_activation(self, stage: int, microbatch: int) -> None:
+        """RECV_F."""
+        buffer = torch.empty(self.shape)
+        self.arriving[stage, microbatch, "F"] = dist.irecv(buffer, self.rank_of[stage - 1]), buffer
+
+    def receive_gradient(self, stage: int, microbatch: int) -> None:
+        """RECV_B."""
+        buffer = torch.empty(self.shape)
+        self.arriving[stage, microbatch, "B"] = dist.irecv(buffer, self.rank_of[stage + 1]), buffer
+
+
+class Alone(Loop):
+    """The same forwards and backwards of a rank, in the same order, with nothing sent or received.
+
+    Whatever would arrive is there already. A backward is a whole one, at the place of I where the schedule splits it:
+    what the rank has to compute, without the price of splitting.
+    """
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.arrived = torch.randn(self.shape)
+        idle = {self.send_activation, self.receive_activation, self.send_gradient, self.receive_gradient}
+        whole = {self.backward_input: self.backward, self.backward_weight: None}
+        order = [(whole.get(act, act), *place) for act, *place in self.order if act not in idle]
+        self.order = [entry for entry in order if entry[0] is not None]
+
+    def take(self, stage: int, microbatch: int, direction: str) -> torch.Tensor:
+        """From this rank, or what has always been there."""
+        tensor = self.ready.pop((stage, microbatch, direction), None)
+        return self.arrived.detach() if tensor is None else tensor
+
+
+def clear(contestant: Contestant) -> None:
+    """Forget the gradients."""
+    for module in contestant.modules.values():
+        module.zero_grad(set_to_none=True)
+
+
+def same_gradients(one: Contestant, other: Contestant) -> None:
+    """Raise if a step of one gives other gradients or losses than a step of the other."""
+    for contestant in (one, other):
+        clear(contestant)
+        contestant.step()
+    torch.testing.assert_close(one.losses, other.losses, rtol=1e-4, atol=1e-5)
+    for stage, module in one.modules.items():
+        for (name, mine), theirs in zip(module.named_parameters(), other.modules[stage].parameters(), strict=True):
+            torch.testing.assert_close(
+                mine.grad, theirs.grad, rtol=1e-3, atol=1e-5, msg=lambda text, at=(stage, name): f"{at}: {text}"
+            )

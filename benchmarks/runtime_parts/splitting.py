@@ -1,0 +1,213 @@
+"""(c) The two halves of a backward against a whole one."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from time import thread_time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from penstock.runtime.split_backward import SplitBackward
+from runtime_parts.models import transformer
+from runtime_parts.processes import on_ranks
+from runtime_parts.racing import Spread, ratios
+from runtime_parts.report import Goal, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    Way = Callable[[nn.Module, torch.Tensor, torch.Tensor], "Halves"]
+
+AT_MOST = {256: 1.05, 32: 1.3}
+BLOCKS = (6, 48)
+#: Rows and length of a microbatch; the goals are for the first.
+MICROBATCHES = ((4, 128), (1, 32))
+#: The ratio with many blocks over that with few: more than this is growth, less is noise.
+GROWTH = 1.1
+SHORTEST_TURN = 0.5
+
+
+class Size(NamedTuple):
+    """A stage and its microbatch."""
+
+    width: int
+    blocks: int
+    rows: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"width {self.width}, {self.blocks} blocks, {self.rows} x {self.length}"
+
+
+class Halves(NamedTuple):
+    """Seconds of forward, and of I and W or of a whole backward."""
+
+    forward: float
+    first: float
+    second: float
+
+    @property
+    def backward(self) -> float:
+        """Both halves."""
+        return self.first + self.second
+
+
+def report(*, repeats: int, quick: bool) -> Report:
+    """CPU time of I + W over that of a whole backward: torch's, the plain way, ours."""
+    sizes = [
+        Size(width, blocks, *microbatch)
+        for microbatch in MICROBATCHES
+        for width in AT_MOST
+        for blocks in BLOCKS
+        if not quick or (width, blocks) != (256, 48)
+    ]
+    (found,) = on_ranks(1, measure, repeats, sizes)
+    made = Report(
+        "c",
+        f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats}",
+        [
+            "whole: milliseconds of a whole backward; gradients are added to those that are there, as in a step",
+            "plain: as in the loop, the gradient of the input with the graph kept, then a backward for the weights",
+            "all: forward + I + W over forward + whole backward; ratios turn by turn, with quartiles",
+        ],
+    )
+    for size in sizes:
+        _row(made, size, found[size])
+    for width in AT_MOST:
+        _growth(made, width, found)
+    return made
+
+
+def measure(
+    _rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size]
+) -> dict[Size, dict[str, list[Halves]]]:
+    """In one process."""
+    found = {}
+    for size in sizes:
+        tell(f"(c) {size}")
+        stage = transformer(size.blocks, size.width, size.rows, size.length).stage(0, 1)
+        x = torch.randn(size.rows, size.length, size.width)
+        ways = {"whole": whole, "torch": torch_halves, "plain": plain, "ours": OurHalves()}
+        _same(ways, stage, x)
+        count = max(1, int(SHORTEST_TURN / max(1e-4, whole(stage, x, x).backward)))
+        turns: dict[str, list[Halves]] = defaultdict(list)
+        for repeat in range(repeats):
+            names = list(ways)
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                gc.collect()
+                several = [ways[name](stage, x, x) for _ in range(count)]
+                turns[name].append(Halves(*(sum(parts) / count for parts in zip(*several, strict=True))))
+        found[size] = dict(turns)
+    return found
+
+
+def whole(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
+    """In one."""
+    x = x.detach().requires_grad_()
+    begin = thread_time()
+    y = stage(x)
+    forwarded = thread_time()
+    torch.autograd.backward(y, gradient)
+    return Halves(forwarded - begin, thread_time() - forwarded, 0)
+
+
+def plain(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
+    """As in the loop."""
+    x = x.detach().requires_grad_()
+    weights = tuple(stage.parameters())
+    begin = thread_time()
+    y = stage(x)
+    forwarded = thread_time()
+    torch.autograd.grad(y, x, gradient, retain_graph=True)
+    halfway = thread_time()
+    torch.autograd.backward(y, gradient, inputs=weights)
+    return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
+
+
+def torch_halves(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
+    """Torch's."""
+    x = x.detach().requires_grad_()
+    begin = thread_time()
+    y = stage(x)
+    forwarded = thread_time()
+    _, groups = stage_backward_input([y], [gradient], [x], stage.parameters())
+    halfway = thread_time()
+    stage_backward_weight(stage.parameters(), groups)
+    return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
+
+
+class OurHalves:
+    """Ours, for one stage."""
+
+    def __init__(self) -> None:
+        self.split = SplitBackward()
+
+    def __call__(self, stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
+        """Of a microbatch."""
+        x = x.detach().requires_grad_()
+        begin = thread_time()
+        y = stage(x)
+        forwarded = thread_time()
+        root = get_gradient_edge(y)
+        del y
+        _, weight_backward = self.split.input_backward([root], [gradient], [x])
+        del root
+        halfway = thread_time()
+        weight_backward()
+        return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
+
+
+def _same(ways: dict[str, Way], stage: nn.Module, x: torch.Tensor) -> None:
+    """Raise if a way gives other gradients; run each once on the way."""
+    expected: list[torch.Tensor] = []
+    for name, way in ways.items():
+        stage.zero_grad(set_to_none=True)
+        way(stage, x, x)
+        gradients = [parameter.grad for parameter in stage.parameters()]
+        expected = expected or gradients
+        torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-2, msg=lambda text, at=name: f"{at}: {text}")
+
+
+def _backwards(turns: dict[str, list[Halves]], way: str) -> list[float]:
+    return [turn.backward for turn in turns[way]]
+
+
+def _all(turns: dict[str, list[Halves]], way: str) -> list[float]:
+    return [turn.forward + turn.backward for turn in turns[way]]
+
+
+def _row(made: Report, size: Size, turns: dict[str, list[Halves]]) -> None:
+    ours = ratios(_backwards(turns, "ours"), _backwards(turns, "whole"))
+    judged = (size.rows, size.length) == MICROBATCHES[0]
+    made.rows.append(
+        {
+            "stage and microbatch": str(size),
+            "whole": Spread.of(_backwards(turns, "whole")).middle * 1e3,
+            "torch": ratios(_backwards(turns, "torch"), _backwards(turns, "whole")),
+            "plain": ratios(_backwards(turns, "plain"), _backwards(turns, "whole")),
+            "ours": ours,
+            "goal": AT_MOST[size.width] if judged else None,
+            "ours/torch": ratios(_backwards(turns, "ours"), _backwards(turns, "torch")),
+            "torch all": ratios(_all(turns, "torch"), _all(turns, "whole")),
+            "ours all": ratios(_all(turns, "ours"), _all(turns, "whole")),
+        }
+    )
+    if judged:
+        made.goals.append(Goal(f"I + W of a whole backward, {size}", ours.middle, AT_MOST[size.width]))
+
+
+def _growth(made: Report, width: int, found: dict[Size, dict[str, list[Halves]]]) -> None:
+    few, many = (Size(width, blocks, *MICROBATCHES[0]) for blocks in BLOCKS)
+    if few in found and many in found:
+        price = [
+            ratios(_backwards(found[size], "ours"), _backwards(found[size], "whole")).middle for size in (few, many)
+        ]
+        made.goals.append(
+            Goal(f"growth from {few.blocks} to {many.blocks} blocks at width {width}", price[1] / price[0], GROWTH)
+        )

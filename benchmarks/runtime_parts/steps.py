@@ -1,0 +1,104 @@
+"""(b) The time of a step of a transformer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from runtime_parts.contestants import SCHEDULES, SPLITTING, Alone, Case, Loop, Penstock, Torch, same_gradients
+from runtime_parts.models import Model, transformer
+from runtime_parts.processes import on_ranks
+from runtime_parts.racing import Spread, Turns, race, ratios
+from runtime_parts.report import Goal, Report
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANKS = 2
+NEVER_ABOVE = 1.0
+OF_COMPUTE = 1.05
+ZERO_BUBBLE = 0.65
+
+
+class Size(NamedTuple):
+    """A model and its batch: all 8 layers, sequences of 128."""
+
+    name: str
+    width: int
+    rows: int
+    microbatches: int
+    schedules: tuple[str, ...]
+
+    @property
+    def model(self) -> Model:
+        """Its stages and microbatches."""
+        return transformer(8, self.width, self.rows // self.microbatches, 128)
+
+
+SMALL = Size("small", 256, 32, 8, SCHEDULES)
+MIDDLE = Size("mid-size", 64, 32, 16, SCHEDULES)
+
+
+def report(*, repeats: int, quick: bool) -> Report:
+    """Wall time of a step: torch's, ours, and what the ranks would take if they need not talk."""
+    sizes = (
+        [size._replace(schedules=("1F1B", "ZBVZeroBubble")) for size in (SMALL, MIDDLE)] if quick else [SMALL, MIDDLE]
+    )
+    found = on_ranks(RANKS, measure, repeats, sizes)
+    made = Report(
+        "b",
+        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, sequence 128, median of {repeats}",
+        [
+            "the slower rank's wall time; ratios turn by turn, with quartiles",
+            "alone: forwards and whole backwards of the rank in the order of the schedule, nothing sent or received,",
+            "both ranks at once, the slower of the two. The price of I + W over a whole backward is not in it",
+            "CPU is the main thread's, both ranks together, and does not depend on who else uses the machine",
+        ],
+    )
+    for size in sizes:
+        for name in size.schedules:
+            _row(made, size, name, [rank[size.name, name] for rank in found])
+    return made
+
+
+def measure(
+    rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size]
+) -> dict[tuple[str, str], dict[str, Turns]]:
+    """On one rank."""
+    found = {}
+    for size in sizes:
+        for name in size.schedules:
+            tell(f"(b) {size.name}, {name}")
+            case = Case(name, size.microbatches, size.model, rank)
+            contestants = {"torch": Torch(case), "loop": Loop(case), "ours": Penstock(case), "alone": Alone(case)}
+            same_gradients(contestants["torch"], contestants["ours"])
+            found[size.name, name] = race(contestants, repeats=repeats, steps=1)
+    return found
+
+
+def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> None:
+    wall, thread = (
+        {
+            who: [
+                combine(figures) * 1e3 for figures in zip(*(getattr(turns[who], clock) for turns in ranks), strict=True)
+            ]
+            for who in ranks[0]
+        }
+        for clock, combine in (("wall", max), ("thread", sum))
+    )
+    of_torch, of_alone = ratios(wall["ours"], wall["torch"]), ratios(wall["ours"], wall["alone"])
+    limit = ZERO_BUBBLE if size.name == MIDDLE.name and name in SPLITTING else NEVER_ABOVE
+    made.rows.append(
+        {
+            "schedule": f"width {size.width}, {size.microbatches} microbatches, {name}",
+            **{who: Spread.of(wall[who]).middle for who in wall},
+            "ours/torch": of_torch,
+            "goal": limit,
+            "torch/alone": ratios(wall["torch"], wall["alone"]),
+            "ours/alone": of_alone,
+            "CPU ours/torch": ratios(thread["ours"], thread["torch"]),
+            "CPU ours/alone": ratios(thread["ours"], thread["alone"]),
+        }
+    )
+    made.goals.append(Goal(f"{size.name}, {name}, step time of torch's", of_torch.middle, limit))
+    if size.name == SMALL.name and name == "ZBVZeroBubble":
+        made.goals.append(Goal(f"{size.name}, {name}, step time of compute alone", of_alone.middle, OF_COMPUTE))
