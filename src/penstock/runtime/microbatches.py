@@ -10,7 +10,7 @@ A tensor is never replicated unless the spec says so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -92,6 +92,7 @@ class Splitter:
 
 
 SPLITTERS: dict[type, Splitter] = {}
+_RESOLVED: dict[type, Splitter | None] = {}
 
 
 def register_splitter(
@@ -110,6 +111,13 @@ def register_splitter(
         size: the number of samples in a value, to be compared with that of the tensors; None for a value without.
     """
     SPLITTERS[kind] = Splitter(split, merge, size)
+    _RESOLVED.clear()
+
+
+def unregister_splitter(kind: type) -> None:
+    """Forget how values of a type are split."""
+    SPLITTERS.pop(kind, None)
+    _RESOLVED.clear()
 
 
 def split(value: Any, spec: Spec, microbatches: int, *, name: str = "value") -> list[Any]:
@@ -179,16 +187,18 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
     """
     if not values:
         raise MicrobatchError(f"{name} has no microbatches, so there is nothing to merge", name=name)
-    trees = [_Tree.of(name, value, spec) for value in values]
-    first = trees[0]
-    for index, tree in enumerate(trees):
-        if tree.treespec != first.treespec:
+    first = _Tree.of(name, values[0], spec)
+    if first.treespec.is_leaf():
+        return _merged(first, 0, values)
+    flattened = [pytree.tree_flatten(value, is_leaf=_is_leaf) for value in values]
+    for index, (_, treespec) in enumerate(flattened):
+        if treespec != first.treespec:
             raise MicrobatchError(
                 f"microbatch {index} gives another structure of {name} than microbatch 0, so they cannot be merged: "
-                f"{tree.treespec} and {first.treespec}",
+                f"{treespec} and {first.treespec}",
                 name=name,
             )
-    columns = zip(*[tree.leaves for tree in trees], strict=True)
+    columns = zip(*[leaves for leaves, _ in flattened], strict=True)
     merged = [_merged(first, index, column) for index, column in enumerate(columns)]
     return pytree.tree_unflatten(merged, first.treespec)
 
@@ -223,9 +233,9 @@ def _is_leaf(value: Any) -> bool:
 
 def _splitter(value: Any) -> Splitter | None:
     kind = type(value)
-    if kind in SPLITTERS:
-        return SPLITTERS[kind]
-    return next((SPLITTERS[base] for base in kind.__mro__ if base in SPLITTERS), None)
+    if kind not in _RESOLVED:
+        _RESOLVED[kind] = next((SPLITTERS[base] for base in kind.__mro__ if base in SPLITTERS), None)
+    return _RESOLVED[kind]
 
 
 def _specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
@@ -238,16 +248,16 @@ def _specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
         return [Microbatches] * count
     if isinstance(value, Microbatches):
         return [None]
-    inner = _children(spec)
-    if inner is None:
+    if _children(spec) is None:
         raise MicrobatchError(
             f"the spec of {name} is {spec!r}; write TensorChunkSpec(dim), Replicate, or containers of them", name=name
         )
-    pairs = (
-        _by_key(spec, value, name)
-        if isinstance(spec, dict) and isinstance(value, dict)
-        else _by_place(inner, value, name)
-    )
+    if isinstance(spec, dict) and isinstance(value, dict):
+        pairs = _by_key(spec, value, name)
+    elif is_dataclass(spec) and type(spec) is type(value):
+        pairs = _by_field(spec, value, name)
+    else:
+        pairs = _by_place(spec, value, name)
     return [leaf for child_spec, child, place in pairs for leaf in _specs(child_spec, child, _count(child), place)]
 
 
@@ -258,8 +268,18 @@ def _by_key(spec: dict[Any, Any], value: dict[Any, Any], name: str) -> list[tupl
     return [(spec.get(key), child, f"{name}[{key!r}]") for key, child in value.items()]
 
 
-def _by_place(specs: list[Spec], value: Any, name: str) -> list[tuple[Spec, Any, str]]:
-    children = _children(value)
+def _by_field(spec: Any, value: Any, name: str) -> list[tuple[Spec, Any, str]]:
+    # By name: torch leaves out the fields that are None, and those of the spec may be others.
+    try:
+        inner, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    except ValueError:  # registered without names for its children
+        return _by_place(spec, value, name)
+    names = [pytree.keystr(path) for path, _ in inner]
+    return [(getattr(spec, key[1:]), child, name + key) for key, (_, child) in zip(names, inner, strict=True)]
+
+
+def _by_place(spec: Any, value: Any, name: str) -> list[tuple[Spec, Any, str]]:
+    specs, children = _children(spec) or [], _children(value)
     if children is None or len(children) != len(specs):
         held = "is no container" if children is None else f"holds {len(children)}"
         raise MicrobatchError(f"the spec of {name} is for {len(specs)} values, but {name} {held}", name=name)
@@ -287,9 +307,13 @@ def _split_together(trees: list[_Tree], microbatches: int) -> list[list[Any]]:
 
 def _split_tree(tree: _Tree, microbatches: int) -> list[Any]:
     columns = [_pieces(tree, index, microbatches) for index in range(len(tree.leaves))]
+    if tree.treespec.is_leaf():
+        return list(columns[0])
     rows = zip(*columns, strict=True) if columns else [()] * microbatches
-    if type(tree.value) is tuple and len(tree.value) == len(columns) == tree.treespec.num_nodes - 1:
-        return list(rows)  # the arguments are most often a flat tuple
+    value = tree.value
+    # Arguments are most often flat: then there is no need to ask torch to build each again, which takes its time.
+    if type(value) in (tuple, dict) and len(value) == len(columns) == tree.treespec.num_nodes - 1:
+        return list(rows) if type(value) is tuple else [dict(zip(value, row, strict=True)) for row in rows]
     return [pytree.tree_unflatten(row, tree.treespec) for row in rows]
 
 
@@ -303,12 +327,19 @@ def _pieces(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
     if (splitter := _splitter(value)) is not None:
         return _custom(tree, index, splitter, microbatches)
     if not isinstance(value, torch.Tensor):
-        return [value] * microbatches
-    dim = _dim(spec)
-    lengths = sizes(value.shape[dim], microbatches)
+        return _shared(tree, index, microbatches)
+    return _cut(value, _dim(spec), microbatches)
+
+
+def _cut(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
+    """Parts that share memory with the tensor, and that a module may change in place."""
+    lengths = sizes(tensor.shape[dim], microbatches)
+    if not tensor.requires_grad:
+        # Not views to autograd: a change of one in place would else become history of all the others.
+        return torch.unsafe_split_with_sizes(tensor, lengths, dim)
+    # One by one: of several views made at once, autograd lets none be changed in place.
     starts = accumulate(lengths[:-1], initial=0)
-    # Not tensor_split: autograd refuses to change one of several views in place.
-    return [value.narrow(dim, start, length) for start, length in zip(starts, lengths, strict=True)]
+    return [tensor.narrow(dim, start, length) for start, length in zip(starts, lengths, strict=True)]
 
 
 def _given(tree: _Tree, index: int, value: Microbatches, microbatches: int) -> Sequence[Any]:
@@ -319,14 +350,38 @@ def _given(tree: _Tree, index: int, value: Microbatches, microbatches: int) -> S
 
 
 def _custom(tree: _Tree, index: int, splitter: Splitter, microbatches: int) -> Sequence[Any]:
+    kind = type(tree.leaves[index]).__qualname__
+    if (dim := _dim(tree.specs[index])) != 0:
+        name = tree.place(index)
+        raise MicrobatchError(f"{name} is a {kind}, which its splitter splits, not along dimension {dim}", name=name)
     pieces = splitter.split(tree.leaves[index], microbatches)
     if len(pieces) == microbatches:
         return pieces
     name = tree.place(index)
-    kind = type(tree.leaves[index]).__qualname__
     raise MicrobatchError(
         f"the splitter of {kind} has made {len(pieces)} microbatches of {name}, not {microbatches}", name=name
     )
+
+
+def _shared(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
+    value = tree.leaves[index]
+    if not _holds_tensors(value):
+        return [value] * microbatches
+    name, kind = tree.place(index), type(value).__qualname__
+    raise MicrobatchError(
+        f"{name} is a {kind} that holds tensors, and how to split it is not known; call register_splitter({kind}, ...) "
+        "or write Replicate in its spec if every microbatch needs all of it",
+        name=name,
+    )
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object of the user's own has tensors in it that may be part of the batch."""
+    if type(value).__module__ == "builtins" or callable(value):
+        return False
+    names = [field.name for field in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
+    inner = [getattr(value, name, None) for name in names]
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(inner))
 
 
 def _dim(spec: Spec) -> int:
@@ -407,7 +462,7 @@ def _samples(tree: _Tree) -> int:
     return 1
 
 
-def _merged(tree: _Tree, index: int, column: tuple[Any, ...]) -> Any:
+def _merged(tree: _Tree, index: int, column: Sequence[Any]) -> Any:
     """One leaf from those of all microbatches."""
     first, spec = column[0], tree.specs[index]
     if spec is Microbatches:
@@ -428,31 +483,23 @@ def _merged(tree: _Tree, index: int, column: tuple[Any, ...]) -> Any:
     )
 
 
-def _joined(tree: _Tree, index: int, column: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _joined(tree: _Tree, index: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
     dim = _dim(tree.specs[index])
-    first = column[0]
-    different = next((value for value in column if not _joins(first, value, dim)), None)
-    if different is not None:
-        name = tree.place(index)
-        raise MicrobatchError(
-            f"{name} is {_short(first)} in one microbatch and {_short(different)} in another, which cannot be "
-            f"concatenated along dimension {dim}; write TensorChunkSpec(dim) in its spec for another dimension, or "
-            "Microbatches to keep them all",
-            name=name,
-        )
-    if first.ndim == 0:
-        return torch.stack(column)
-    return torch.cat(column, dim) if len(column) > 1 else first
-
-
-def _joins(one: torch.Tensor, other: torch.Tensor, dim: int) -> bool:
-    if one.dtype is not other.dtype or one.ndim != other.ndim:
-        return False
-    if one.ndim == 0:
-        return True
-    if not -one.ndim <= dim < one.ndim:
-        return False
-    return all(a == b for at, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if at != dim % one.ndim)
+    alike = len({(tensor.dtype, tensor.ndim) for tensor in column}) == 1
+    try:
+        if alike and column[0].ndim == 0:
+            return torch.stack(tuple(column))
+        if alike and -column[0].ndim <= dim < column[0].ndim:
+            return torch.cat(tuple(column), dim) if len(column) > 1 else column[0]
+    except RuntimeError:  # other sizes differ: say which
+        pass
+    name = tree.place(index)
+    seen = list(dict.fromkeys(_short(tensor) for tensor in column))
+    raise MicrobatchError(
+        f"{name} is {' and '.join(seen[:2])} in the microbatches, which cannot be concatenated along dimension {dim}; "
+        "write TensorChunkSpec(dim) in its spec for another dimension, or Microbatches to keep them all",
+        name=name,
+    )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -461,9 +508,8 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return (
-            one.dtype is other.dtype and one.shape == other.shape and bool(torch.isclose(one, other, 0, 0, True).all())
-        )
+        alike = one.dtype is other.dtype and one.shape == other.shape
+        return alike and bool(((one == other) | (one != one) & (other != other)).all())  # a NaN equals a NaN
     if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)
     return bool(one == other)
