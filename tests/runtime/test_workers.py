@@ -1,9 +1,11 @@
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +172,33 @@ def test_processes_end_when_the_pool_is_closed():
     with Workers(2) as pool:
         ids = [process_id for process_id, _ in pool.run(process)]
         assert all(alive(process_id) for process_id in ids)
+    assert not any(alive(process_id) for process_id in ids)
+
+
+ABANDON = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+from runtime.workers import Workers
+
+if __name__ == "__main__":
+    pool = Workers(2)
+    pool._start()
+    sys.stdout.write(" ".join(map(str, pool.process_ids)))
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_end_when_the_tests_are_killed(tmp_path):
+    script = tmp_path / "abandon.py"
+    script.write_text(ABANDON.format(folder=str(Path(__file__).parents[1])))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    ids = [int(word) for word in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL
+    assert len(ids) == 2
+    end = time.monotonic() + 10
+    while any(alive(process_id) for process_id in ids) and time.monotonic() < end:
+        time.sleep(0.05)
     assert not any(alive(process_id) for process_id in ids)
 
 
