@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+def tensors_in(values: tuple[Any, ...] | dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors in the arguments of a call, quickly where they are not nested."""
+    given = values.values() if isinstance(values, dict) else values
+    if all(isinstance(value, torch.Tensor) for value in given):
+        return list(given)
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 class Detached:
     """The arguments of every microbatch, as leaves.
 
@@ -39,7 +47,7 @@ class Detached:
             )
 
     def _cut(self, values: Any) -> Any:
-        if not values:
+        if not any(tensor.requires_grad for tensor in tensors_in(values)):
             return values
         return pytree.tree_map_only(torch.Tensor, self._leaf, values)
 

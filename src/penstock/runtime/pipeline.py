@@ -453,6 +453,6 @@ def _check_shapes(shapes: object) -> None:
 def _told(seen: Any) -> str:
     kinds, signatures = seen
     return " and ".join(
-        f"{kinds.count(number)} x {', '.join(str(list(shape)) for shape, _ in signature[1:])}"
+        f"{kinds.count(number)} x {', '.join(str(list(shape)) for shape, _ in signature)}"
         for number, signature in enumerate(signatures)
     )

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import MetadataError, StageError
 from penstock.runtime.edges import arguments
+from penstock.runtime.inputs import tensors_in
 from penstock.runtime.metadata import EdgeMeta, decode, describe, encode
 
 if TYPE_CHECKING:
@@ -38,9 +39,8 @@ def kinds_of(args: Sequence[Any]) -> tuple[Kinds, tuple[Any, ...]]:
     return kinds, tuple(seen)
 
 
-def _signature(value: Any) -> tuple[Any, ...]:
-    leaves, structure = pytree.tree_flatten(value)
-    return (str(structure), *((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)))
+def _signature(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(values))
 
 
 def inferred(
