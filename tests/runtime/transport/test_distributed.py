@@ -1,0 +1,458 @@
+"""The transport on real processes. A launch has many checks; each has a time limit, after which stacks are shown."""
+
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PenstockError, StepError, TransportError
+from penstock.graph.models import CommModel
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.protocol import Failure, Transport
+from runtime.workers import Ended, Workers
+
+#: Every rank knows within so many seconds.
+SOON = 5.0
+ALL_PAIRS = [(first, second) for second in range(4) for first in range(second)]
+
+
+def in_step(transport, label, peer):
+    """Say where this rank is, as the executor does."""
+    transport.progress.labels, transport.progress.peers = (label,), (peer,)
+    transport.progress.step += 1
+    transport.progress.index = 0
+
+
+def outcome(transport, action):
+    """Do as the executor does when an action raises: what the user is told, and how long it took."""
+    began = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        failure = transport.explain(error)
+        if failure is None:
+            raise
+        told = transport.fail(failure)
+        return told, time.monotonic() - began
+    return None, time.monotonic() - began
+
+
+def compute(transport, seconds):
+    """Compute until the time is over, or a failure is known at the next call."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        if transport._failure is not None:
+            transport.send(torch.zeros(1), 1 - min(1, transport.rank), 0).wait()
+
+
+def check_dead(transport):
+    """After a failure, every call says so at once."""
+    began = time.monotonic()
+    for call in (
+        lambda: transport.send(torch.zeros(1), 0, 0),
+        lambda: transport.receive(torch.zeros(1), 0, 0),
+        lambda: transport.exchange(b""),
+        lambda: transport.tell(0, b""),
+        lambda: transport.hear(0),
+        lambda: transport.connect([(0, 1)]) if transport.rank < 2 else transport.hear(0),
+    ):
+        with pytest.raises(StepError, match="must be rebuilt"):
+            call()
+    assert time.monotonic() - began < 0.5
+
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+def messages(rank, ranks, *, group):
+    transport = DistributedTransport(group, timeout=20)
+    typed: Transport = transport
+    assert typed.model == CommModel("rendezvous", "message")
+    assert (transport.rank, transport.ranks) == (rank, ranks)
+    transport.connect([pair for pair in ALL_PAIRS if max(pair) < ranks])
+    out_of_order(transport)
+    beside_another(transport, group)
+    in_many_forms(transport)
+    words_and_rounds(transport)
+    transport.close()
+    transport.close()
+    with pytest.raises(TransportError, match="is closed"):
+        transport.send(torch.zeros(1), 0, 0)
+    with pytest.raises(TransportError, match="is closed"):
+        transport.exchange(b"")
+    forgotten(group)
+    return [thread.name for thread in threading.enumerate() if "penstock" in thread.name]
+
+
+def out_of_order(transport):
+    """Messages are matched by tag: posted and waited for in different orders, small and large."""
+    following, before = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
+    sizes = [1, 1_000_000, 3, 2_000_000, 0, 5]
+    received = {tag: torch.zeros(size) for tag, size in enumerate(sizes)}
+    sent = [transport.send(torch.full((size,), float(tag)), following, tag) for tag, size in enumerate(sizes)]
+    pending = {tag: transport.receive(received[tag], before, tag) for tag in (3, 0, 5, 4, 2, 1)}
+    for tag in (5, 0, 1, 4, 3, 2):
+        pending[tag].wait()
+        assert (received[tag] == tag).all()
+    for work in reversed(sent):
+        work.wait()
+
+
+def beside_another(transport, group):
+    """Two transports have tags of their own."""
+    other = DistributedTransport(group, timeout=20)
+    following, before = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
+    first, second = torch.zeros(1), torch.zeros(1)
+    works = [
+        other.send(torch.tensor([2.0]), following, 0),
+        transport.send(torch.tensor([1.0]), following, 0),
+        transport.receive(first, before, 0),
+        other.receive(second, before, 0),
+    ]
+    for work in works:
+        work.wait()
+    assert (first.item(), second.item()) == (1, 2)
+    other.close()
+
+
+def in_many_forms(transport):
+    """Not contiguous, with a gradient, of any type."""
+    following, before = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
+    for tag, tensor in enumerate(
+        [
+            torch.arange(12.0).reshape(3, 4).t(),
+            torch.arange(6.0, requires_grad=True)[::2],
+            torch.tensor([True, False]),
+            torch.tensor([1.5], dtype=torch.bfloat16),
+            torch.tensor(3 + 4j),
+        ]
+    ):
+        received = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        works = [transport.send(tensor, following, tag), transport.receive(received, before, tag)]
+        for work in works:
+            work.wait()
+        assert torch.equal(received, tensor)
+
+
+def words_and_rounds(transport):
+    """In order, and nothing is left in the store."""
+    rank, ranks = transport.rank, transport.ranks
+    following, before = (rank + 1) % ranks, (rank - 1) % ranks
+    kept = []
+    for number in range(20):
+        given = transport.exchange(b"%d/%d" % (rank, number))
+        assert given == [b"%d/%d" % (other, number) for other in range(ranks)]
+        transport.tell(following, b"first %d" % number)
+        transport.tell(following, b"")
+        assert transport.hear(before) == b"first %d" % number
+        assert transport.hear(before) == b""
+        transport.exchange(b"")
+        kept.append(transport._watch_store.num_keys())
+        transport.exchange(b"")
+    assert max(kept) - min(kept) < 3 * ranks  # what is under way; a hundred keys for each rank have been used
+
+
+def forgotten(group):
+    """A transport that nobody holds any more ends its thread."""
+    transport = DistributedTransport(group, timeout=20)
+    transport.exchange(b"")
+    del transport
+    gc.collect()
+
+
+def test_messages(workers):
+    assert workers.run(messages, ranks=3, limit=60) == [[], [], []]
+    assert workers.run(messages, ranks=2, limit=60) == [[], []]
+
+
+def alone(rank, ranks, *, group):
+    transport = DistributedTransport(group)
+    transport.connect([])
+    assert transport.exchange(b"me") == [b"me"]
+    failure = Failure(0, "no luck")
+    assert transport.fail(failure) == failure
+    transport.close()
+
+
+def test_one_rank(workers):
+    workers.run(alone, ranks=1)
+
+
+# Failures -----------------------------------------------------------------------------------------------------------
+
+FAILURE = Failure(1, "rank 1 raised ValueError: no luck", "1F2", 1, 2, "Traceback ...")
+
+
+def one_tells(rank, ranks, others, *, group):
+    transport = DistributedTransport(group, timeout=30)
+    transport.connect(ALL_PAIRS)
+    in_step(transport, f"{rank}F0", None if rank in (1, 3) else 1)
+    transport.exchange(b"")
+    if rank == 1:
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert transport.fail(FAILURE) == FAILURE
+        told, seconds = transport.fail(Failure(1, "late")), time.monotonic() - began
+    else:
+        told, seconds = outcome(transport, ACTIONS[others[rank]](transport))
+    assert told == FAILURE
+    assert seconds < SOON
+    check_dead(transport)
+    transport.close()
+    return seconds
+
+
+ACTIONS = {
+    "send": lambda transport: lambda: transport.send(torch.zeros(1_000_000), 1, 0).wait(),
+    "receive": lambda transport: lambda: transport.receive(torch.zeros(1), 1, 0).wait(),
+    "exchange": lambda transport: lambda: transport.exchange(b""),
+    "hear": lambda transport: lambda: transport.hear(1),
+    "compute": lambda transport: lambda: compute(transport, 20),
+    "connect": lambda transport: lambda: transport.connect([(1, transport.rank)]),
+}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [("send", "", "receive", "compute"), ("exchange", "", "hear", "exchange"), ("connect", "", "hear", "send")],
+)
+def test_a_failure_ends_every_wait(workers, others):
+    workers.run(one_tells, others, limit=40)
+
+
+def told_while_idle(rank, ranks, *, group):
+    transport = DistributedTransport(group, timeout=30)
+    transport.exchange(b"")
+    if rank == 1:
+        transport.fail(FAILURE)
+    else:
+        time.sleep(0.5)
+    assert transport.failure() == FAILURE
+    check_dead(transport)
+    transport.close()
+
+
+def test_who_is_idle_learns_at_the_next_call(workers):
+    workers.run(told_while_idle, ranks=2)
+
+
+def garbage(rank, ranks, *, group):
+    transport = DistributedTransport(group, timeout=30)
+    in_step(transport, f"{rank}F0", 1)
+    transport.exchange(b"")
+    if rank == 1:
+        transport._watch_store.set("failure", b"\x80\x04garbage")
+    told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), 1 - rank, 0).wait())
+    assert "a failure was told that cannot be read: 9 bytes, b'\\x80\\x04garbage'" in told.message
+    assert seconds < SOON
+    transport.close()
+
+
+def test_garbage_in_place_of_a_failure(workers):
+    workers.run(garbage, ranks=2)
+
+
+def stalls(rank, ranks, *, group):
+    transport = DistributedTransport(group, timeout=2.5)
+    in_step(transport, ("0RECV_F3", "1RECV_F3", "2F1")[rank], (1, 2, None)[rank])
+    transport.exchange(b"")
+    if rank == 2:
+        told, seconds = outcome(transport, lambda: compute(transport, 20))
+    else:
+        told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), rank + 1, 0).wait())
+    transport.close()
+    return told.message, seconds
+
+
+def test_a_rank_that_stalls(workers):
+    results = workers.run(stalls, ranks=3, limit=30)
+    (message,) = {message for message, _ in results}
+    # Rank 0, which waits for rank 1, may be the first to tell.
+    assert re.search(r"rank 1(, which)? waits in 1RECV_F3 for rank 2, which is in 2F1 since \d s", message)
+    assert max(seconds for _, seconds in results) < 2.5 + SOON
+
+
+def one_does_not_connect(rank, ranks, *, group):
+    transport = DistributedTransport(group, timeout=1.0)
+    transport.connect([(0, 1)])
+    if rank == 1:
+        time.sleep(2)
+        assert "rank 1 and rank 2 does not come up" in transport.failure().message
+    elif rank == 2:
+        with pytest.raises(TransportError, match="the connection between rank 1 and rank 2 does not come up") as caught:
+            transport.connect([(0, 1), (1, 2)])
+        assert caught.value.peer == 1
+    else:
+        with pytest.raises(PenstockError, match="rank 1 and rank 2 does not come up"):
+            transport.hear(2)
+    transport.close()
+
+
+def test_a_pair_that_does_not_come_up_is_named(workers):
+    workers.run(one_does_not_connect, ranks=3)
+
+
+def one_is_missing(rank, ranks, *, group):
+    if rank == 2:
+        return
+    with pytest.raises(TransportError, match="for a word of rank 2, which has not come") as caught:
+        DistributedTransport(group, timeout=0.5)
+    assert caught.value.peer == 2
+
+
+def test_a_rank_that_does_not_make_its_transport_is_named(workers):
+    workers.run(one_is_missing, ranks=3, fresh=True)
+
+
+def own_mistakes(rank, ranks, *, group):
+    transport = DistributedTransport(group, timeout=5)
+    began = time.monotonic()
+    assert transport.explain(ValueError("of the user")) is None
+    assert transport.explain(RuntimeError("Connection refused by a database")) is None
+    assert time.monotonic() - began < 0.5
+    transport.exchange(b"")
+    transport.close()
+
+
+def test_an_error_of_this_rank_alone(workers):
+    workers.run(own_mistakes, ranks=2)
+    with pytest.raises(TransportError, match="init_process_group"):
+        DistributedTransport()
+
+
+# Processes that are killed ------------------------------------------------------------------------------------------
+
+
+def one_is_killed(rank, ranks, victim, actions, *, group):
+    transport = DistributedTransport(group, timeout=30)
+    transport.connect(ALL_PAIRS)
+    in_step(transport, f"{rank}RECV_F0", victim)
+    transport.exchange(b"")
+    if rank == victim:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    action = {
+        "receive": lambda: transport.receive(torch.zeros(1), victim, 0).wait(),
+        "send": lambda: transport.send(torch.zeros(1_000_000), victim, 0).wait(),
+        "hear": lambda: transport.hear(victim),
+        "compute": lambda: compute(transport, 20),
+    }[actions[rank]]
+    told, seconds = outcome(transport, action)
+    check_dead(transport)
+    transport.close()
+    return told, seconds
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_rank(workers, victim):
+    actions = ["receive", "hear", "send", "compute"]
+    results = workers.run(one_is_killed, victim, actions, limit=40, deaths=True)
+    assert results.pop(victim) == Ended(victim, -9)
+    (failure,) = {failure for failure, _ in results}
+    assert failure.rank == victim
+    assert f"the connection to rank {victim} was lost in" in failure.message
+    assert "may have been killed" in failure.message
+    assert max(seconds for _, seconds in results) < SOON
+
+
+def the_host_of_the_store_is_killed(rank, ranks, port):
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    return one_is_not_waited_for(rank)
+
+
+def one_is_not_waited_for(rank):
+    """Rank 1 waits for rank 2, which waits for rank 3, which computes: nobody waits for the one that is killed."""
+    transport = DistributedTransport(timeout=30)
+    transport.connect(ALL_PAIRS)
+    in_step(transport, f"{rank}F0", None if rank in (0, 3) else rank + 1)
+    transport.exchange(b"")
+    if rank == 0:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3:
+        told, seconds = outcome(transport, lambda: compute(transport, 20))
+    else:
+        told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), rank + 1, 0).wait())
+    check_dead(transport)
+    transport.close()
+    return told, seconds
+
+
+def test_the_host_of_the_store_is_killed():
+    with Workers(4) as pool:
+        results = pool.run(the_host_of_the_store_is_killed, free_port(), limit=40, deaths=True)
+    assert results.pop(0) == Ended(0, -9)
+    for failure, seconds in results:
+        assert "has lost the store; the process that hosts it may have been killed" in failure.message
+        assert seconds < SOON
+
+
+# The end of a process -----------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from penstock.runtime.transport.distributed import DistributedTransport
+
+torch.set_num_threads(1)
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=2)
+transports = [DistributedTransport(timeout=20) for _ in range(2)]
+for transport in transports:
+    transport.connect([(0, 1)])
+    transport.progress.labels, transport.progress.index = ("F",), 0
+    assert transport.exchange(b"%d" % rank) == [b"0", b"1"]
+time.sleep(0.6)
+for transport in transports:
+    transport.exchange(b"")
+    transport.progress.index = -1
+transports[0].close()
+time.sleep(rank * 1.5)  # rank 0, which may host the store, is gone before
+print("done")
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_processes_end_in_silence(kind, tmp_path):
+    """Also if a transport has not been closed, or if the store is gone by then."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    method = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path / 'store'}"
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", str(script), method, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert outputs == [("done\n", ""), ("done\n", "")]
+    assert [process.returncode for process in processes] == [0, 0]
