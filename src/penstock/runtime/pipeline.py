@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import traceback
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 import torch.distributed as dist
 
-from penstock.errors import MetadataError, MicrobatchError, ScheduleError, StageError, StepError
+from penstock.errors import MetadataError, MicrobatchError, ScheduleError, StageError
 from penstock.graph.models import CommModel
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
@@ -26,15 +25,16 @@ from penstock.runtime.operations import Workplace
 from penstock.runtime.program import Program, compiled, only_forwards
 from penstock.runtime.stage import Stage
 from penstock.runtime.step import Step
+from penstock.runtime.telling import Telling
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.failing import dead_error, step_error
-from penstock.runtime.transport.protocol import Failure
+from penstock.runtime.transport.failing import dead_error
 from penstock.runtime.transport.threads import thread_transports
 from penstock.verification.check import verify as prove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableSequence, Sequence
 
+    from penstock.ir.actions import Action
     from penstock.runtime.transport.protocol import Transport
 
 #: Ways to know what goes over an edge, besides giving it.
@@ -107,7 +107,6 @@ class Pipeline:
         self._custom: dict[ComputationType, CustomFunction] = {}
         self._programs: dict[str, Program] = {}
         self._seen: Any = None
-        self._failure: Failure | None = None
         self.compute = schedule
         self.transport = transport or _transport(schedule, group, timeout)
         self.schedule = self._lowered(schedule, self._model())
@@ -155,7 +154,7 @@ class Pipeline:
             The merged output on the rank of the last stage, None on the others.
         """
         self._check_usable()
-        with self._telling(), torch.enable_grad():
+        with self._telling(training=True), torch.enable_grad():
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             split = self._split(args, kwargs, target, self.schedule.microbatches)
@@ -190,7 +189,7 @@ class Pipeline:
             The merged output on the rank of the last stage, None on the others.
         """
         self._check_usable()
-        with self._telling(), torch.no_grad():
+        with self._telling(training=False), torch.no_grad():
             size = samples([(args, kwargs)], (self._specs["args_spec"], self._specs["kwargs_spec"]))[0]
             count = min(self.schedule.microbatches, size) if args or kwargs else self.schedule.microbatches
             split = self._split(args, kwargs, target, count)
@@ -324,7 +323,8 @@ class Pipeline:
         if self._shapes == INFERRED:
             metas = agreeing.inferred(self._stages, rank_of, self.transport, args, kwargs)
         elif isinstance(self._shapes, Mapping):
-            metas = agreeing.given(self._shapes, self._stages, len(rank_of), self.schedule.microbatches)
+            microbatches = self.schedule.microbatches
+            metas = agreeing.given(self._shapes, self._stages, len(rank_of), self.transport, microbatches)
         return {stage: self._edge(stage, metas) for stage in self._touching()}
 
     def _touching(self) -> list[int]:
@@ -369,48 +369,18 @@ class Pipeline:
     # When something goes wrong --------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        failure = self._failure or self.transport.failure()
+        failure = self.transport.failure()
         if failure is not None:
             raise dead_error(failure)
 
-    def _telling(self) -> Telling:
-        return Telling(self)
+    def _telling(self, *, training: bool) -> Telling:
+        return Telling(self.transport, self._stages.values(), self._action, training=training)
 
-
-class Telling:
-    """Around a step: an error here becomes one on every rank, and the pipeline is not used any more."""
-
-    def __init__(self, pipe: Pipeline) -> None:
-        self._pipe = pipe
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is None:
-            return
-        pipe, transport = self._pipe, self._pipe.transport
-        failure = transport.explain(error) or _failure(pipe, error)
-        told = transport.fail(failure)
-        pipe._failure = told
-        if isinstance(error, (KeyboardInterrupt, SystemExit, StepError)):
-            return
-        raise step_error(told) from error
-
-
-def _failure(pipe: Pipeline, error: BaseException) -> Failure:
-    """An error on this rank, for everyone."""
-    progress = pipe.transport.progress
-    program = next((one for one in pipe._programs.values() if one.labels is progress.labels), None)
-    action = program.actions[progress.index] if program and progress.index >= 0 else None
-    place = f" in {action} (stage {action.stage_index}, microbatch {action.microbatch_index})" if action else ""
-    return Failure(
-        pipe.rank,
-        f"rank {pipe.rank} failed{place}: {type(error).__name__}: {error}",
-        action=str(action) if action else None,
-        stage=action.stage_index if action else None,
-        microbatch=action.microbatch_index if action else None,
-        traceback="".join(traceback.format_exception(error)),
-    )
+    def _action(self) -> Action | None:
+        """The action under way."""
+        progress = self.transport.progress
+        program = next((one for one in self._programs.values() if one.labels is progress.labels), None)
+        return program.actions[progress.index] if program and progress.index >= 0 else None
 
 
 def only_compute(schedule: Schedule) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import MetadataError, StageError
 from penstock.runtime.edges import arguments
 from penstock.runtime.inputs import tensors_in
-from penstock.runtime.metadata import EdgeMeta, decode, describe, encode
+from penstock.runtime.metadata import EdgeMeta, decode, describe, encode, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -81,8 +81,10 @@ def inferred(
     return metas
 
 
-def given(examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, microbatches: int) -> Metas:
-    """What was given: an example of the output of each stage but the last, for a microbatch.
+def given(
+    examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, transport: Transport, microbatches: int
+) -> Metas:
+    """What was given: an example of the output of each stage but the last, for a microbatch. All ranks call it.
 
     If no tensor of an example needs a gradient, all that can have one do.
     """
@@ -96,7 +98,25 @@ def given(examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, 
                 stage=index,
             )
         metas[index] = [_with_gradients(describe(examples[index]))] * microbatches
+    _compare({stage: found[0] for stage, found in metas.items()}, transport)
     return metas
+
+
+def _compare(metas: dict[int, EdgeMeta], transport: Transport) -> None:
+    """Make sure that the ranks at both ends of each edge were given the same."""
+    mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
+    for rank, data in enumerate(transport.exchange(_joined(mine))):
+        parts = list(_parts(data))
+        theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in zip(parts[::2], parts[1::2], strict=True)}
+        for stage in sorted(metas.keys() & theirs.keys()):
+            error = mismatch(
+                theirs[stage],
+                metas[stage],
+                sender=f"rank {transport.rank}'s example of stage {stage}",
+                receiver=f"stage {stage + 1}, by rank {rank}'s example,",
+            )
+            if error is not None:
+                raise error
 
 
 def _with_gradients(meta: EdgeMeta) -> EdgeMeta:
@@ -152,7 +172,10 @@ def _unchanged(stage: Stage) -> Iterator[None]:
 
 
 def _written(kinds: Kinds, metas: Sequence[EdgeMeta]) -> bytes:
-    parts = [struct.pack(f"<{len(kinds)}I", *kinds), *map(encode, metas)]
+    return _joined([struct.pack(f"<{len(kinds)}I", *kinds), *map(encode, metas)])
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
     return b"".join(_COUNT.pack(len(part)) + part for part in parts)
 
 
