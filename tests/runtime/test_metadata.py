@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
@@ -27,6 +28,7 @@ from penstock.runtime.metadata import (
     leaves_of,
     mismatch,
     read_header,
+    wire,
 )
 from penstock.runtime.trees import SLOT
 
@@ -107,6 +109,21 @@ def test_the_memory_format_survives(memory_format):
     received = TensorMeta.of(tensor).empty("cpu")
     assert received.is_contiguous(memory_format=memory_format)
     assert received.stride() == tensor.stride()
+
+
+def cross(rank, ranks, *, group):
+    tensor = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)[1:]
+    meta = TensorMeta.of(tensor)
+    if rank == 0:
+        dist.send(wire(meta.arranged(tensor)), 1, group=group)
+        return True
+    received = meta.empty("cpu").requires_grad_()
+    dist.recv(wire(received), 0, group=group)
+    return torch.equal(received, tensor) and received.stride() == tensor.stride()
+
+
+def test_the_memory_format_survives_the_wire(workers):
+    assert workers.run(cross, ranks=2) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,18 @@ def leaves_of(value: Any) -> tuple[torch.Tensor, ...]:
     return tuple(found)
 
 
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor in its own order, as a contiguous tensor: what a transport sends, or receives into.
+
+    >>> tensor = torch.tensor([[1, 2], [3, 4]]).T
+    >>> tensor.flatten(), wire(tensor)
+    (tensor([1, 3, 2, 4]), tensor([1, 2, 3, 4]))
+    """
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
 def mismatch(
     agreed: EdgeMeta, found: EdgeMeta, *, sender: str, receiver: str, gradients: bool = True
 ) -> MetadataError | None:
