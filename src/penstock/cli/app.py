@@ -10,6 +10,7 @@ from penstock.cli.check import check_command
 from penstock.cli.compare import compare
 from penstock.cli.convert import convert
 from penstock.cli.demo import demo
+from penstock.cli.run import RUN_SETTINGS, run
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate_command
 from penstock.cli.view import view
@@ -28,6 +29,7 @@ app.command("simulate")(simulate_command)
 app.command()(compare)
 app.command()(view)
 app.command()(convert)
+app.command(context_settings=RUN_SETTINGS)(run)
 app.command()(demo)
 
 

@@ -1,0 +1,330 @@
+"""Local processes, one for each rank: started together, heard line by line, and ended together.
+
+It knows nothing of torch, so a launcher starts in no time and takes no memory beside what it starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Final, NamedTuple, NoReturn, Self
+
+#: Gets a whole line of a rank, and whether it was written to stderr.
+Hear = Callable[[int, bool, str], None]
+
+#: How long the others may go on when a rank has failed, so that they can say what they know of it, in seconds.
+GRACE: Final = 5.0
+#: How long processes have to end after SIGINT, and after SIGTERM.
+PATIENCE: Final = 4.0
+#: How long to listen for what is still in the pipes when all processes have ended.
+_REST: Final = 1.0
+#: How often to look whether a process has ended.
+_TICK: Final = 0.05
+
+TIMED_OUT: Final = 124
+
+#: A line and its end. A progress bar ends its lines with a bare carriage return.
+_LINE: Final = re.compile(rb"([^\r\n]*)(\r?\n|\r(?!\n)(?!\Z))")
+
+#: Reads process groups, and kills them if whoever has started them is gone before it could say that all is done.
+_GUARD: Final = """
+while read -r group; do [ "$group" = done ] && exit; groups="$groups -$group"; done
+[ -n "$groups" ] && kill -9 $groups
+"""
+
+
+class Outcome(NamedTuple):
+    """How it ended.
+
+    Attributes:
+        code: 0, or the exit code of the first rank that failed; 128 and the signal if one has killed it.
+        rank: that rank, if any.
+        timed_out: whether it took too long.
+    """
+
+    code: int
+    rank: int | None = None
+    timed_out: bool = False
+
+    @property
+    def told(self) -> str:
+        """In a few words; nothing if all went well."""
+        if self.timed_out:
+            return "it took longer than --timeout allows; every process was ended"
+        if self.rank is None:
+            return ""
+        if self.code > 128 and self.code - 128 in {*signal.Signals}:
+            return f"rank {self.rank} was ended by {signal.Signals(self.code - 128).name}"
+        return f"rank {self.rank} failed with exit code {self.code}"
+
+
+def launch(
+    command: Sequence[str],
+    ranks: int,
+    *,
+    hear: Hear | None = None,
+    timeout: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Run a command once for each rank, and return when all have ended.
+
+    When a rank fails, the others are ended after a moment. Ctrl-C ends all: with SIGINT, then SIGTERM, then SIGKILL; a
+    second one at once. If this process is killed itself, they are killed too, and so are processes of theirs.
+
+    Args:
+        command: what to run, e.g. ``[sys.executable, "train.py"]``.
+        ranks: how many.
+        hear: gets what they write; by default they write where this process does.
+        timeout: how many seconds it may take.
+        environment: what to start from; by default that of this process.
+    """
+    given = os.environ if environment is None else environment
+    port = free_port()
+    with _Guard() as guard, _signals_as_exceptions():
+        job = _Job(hear, timeout)
+        try:
+            for rank in range(ranks):
+                job.start(command, environment_of(rank, ranks, port, given), guard)
+            return job.finish()
+        finally:
+            job.kill()
+
+
+def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun would set for a rank, and what makes several ranks on one machine behave."""
+    chosen = {
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    of_the_rank = {
+        "RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    # Those of a torchrun around this one would send the ranks to its store.
+    kept = {name: value for name, value in given.items() if not name.startswith("TORCHELASTIC_")}
+    return {**chosen, **kept, **{name: str(value) for name, value in of_the_rank.items()}}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """Let SIGTERM end the ranks in good order, as SIGINT does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Guard:
+    """A process that outlives this one, if need be, and then kills what this one has started."""
+
+    def __enter__(self) -> Self:
+        reading, self._writing = os.pipe()
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD],
+            stdin=reading,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(reading)
+        return self
+
+    def watch_me(self) -> None:
+        """Called in a process that has just been forked: so that there is no moment in which it is not watched."""
+        os.write(self._writing, b"%d\n" % os.getpid())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(BrokenPipeError):
+            os.write(self._writing, b"done\n")
+        os.close(self._writing)
+        self._process.wait()
+
+
+class _Job:
+    """The processes, and what is to become of them."""
+
+    def __init__(self, hear: Hear | None, timeout: float | None) -> None:
+        self._hear = hear
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._running: set[int] = set()
+        self._pipes = selectors.DefaultSelector()
+        self._failed: Outcome | None = None
+        #: What to send when.
+        self._orders: deque[tuple[float, signal.Signals]] = deque()
+        self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._interrupts: list[BaseException] = []
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], guard: _Guard) -> None:
+        """Start the next rank."""
+        rank = len(self._processes)
+        written = None if self._hear is None else subprocess.PIPE
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=written,
+            env=environment,
+            process_group=0,  # so that Ctrl-C in the terminal is for the launcher alone, which passes it on once
+            preexec_fn=guard.watch_me,
+        )
+        self._processes.append(process)
+        self._running.add(rank)
+        for pipe, is_error in ((process.stdout, False), (process.stderr, True)):
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                self._pipes.register(pipe, selectors.EVENT_READ, _Lines(rank, is_error))
+
+    def finish(self) -> Outcome:
+        """Wait for the end of all."""
+        rest = None
+        while self._running or (self._pipes.get_map() and (rest is None or time.monotonic() < rest)):
+            try:
+                self._turn()
+                if not self._running and rest is None:
+                    rest = time.monotonic() + _REST
+            except (KeyboardInterrupt, _Terminated) as interrupt:
+                self._interrupted(interrupt)
+        if self._interrupts:
+            first = self._interrupts[0]
+            raise first if isinstance(first, KeyboardInterrupt) else SystemExit(128 + signal.SIGTERM)
+        return self._failed or Outcome(0)
+
+    def kill(self) -> None:
+        """Whatever still runs."""
+        for rank in sorted(self._running):
+            _send(self._processes[rank], signal.SIGKILL)
+            self._processes[rank].wait()
+        self._running.clear()
+        for key in list(self._pipes.get_map().values()):
+            self._pipes.unregister(key.fileobj)
+            key.fileobj.close()  # type: ignore[union-attr]  # it is a pipe
+        self._pipes.close()
+
+    def _turn(self) -> None:
+        if not self._pipes.get_map():
+            time.sleep(_TICK)
+        for key, _ in self._pipes.select(_TICK) if self._pipes.get_map() else ():
+            lines: _Lines = key.data
+            piece = os.read(key.fd, 65536)
+            if not piece:
+                self._pipes.unregister(key.fileobj)
+                key.fileobj.close()  # type: ignore[union-attr]  # it is a pipe
+            if self._hear is not None:
+                for line in lines.more(piece):
+                    self._hear(lines.rank, lines.is_error, line)
+        for rank in sorted(self._running):
+            self._look_after(rank)
+        if self._deadline is not None and time.monotonic() > self._deadline and self._running:
+            self._deadline = None
+            self._failed = self._failed or Outcome(TIMED_OUT, timed_out=True)
+            self._end_after(0.0)
+        self._carry_out()
+
+    def _look_after(self, rank: int) -> None:
+        """Take note if a rank has ended; what it has left behind ends with it."""
+        process = self._processes[rank]
+        if not _has_ended(process):
+            return
+        _send(process, signal.SIGKILL)
+        code = process.wait()
+        self._running.discard(rank)
+        if code != 0 and self._failed is None:
+            self._failed = Outcome(code if code > 0 else 128 - code, rank)
+            if not self._orders:
+                self._end_after(GRACE)
+
+    def _interrupted(self, interrupt: BaseException) -> None:
+        self._interrupts.append(interrupt)
+        now = time.monotonic()
+        if len(self._interrupts) > 1:
+            self._orders = deque([(now, signal.SIGKILL)])
+        elif isinstance(interrupt, KeyboardInterrupt):
+            self._orders = deque([(now, signal.SIGINT)])
+            self._end_after(PATIENCE)
+        else:
+            self._end_after(0.0)
+
+    def _end_after(self, seconds: float) -> None:
+        begin = time.monotonic() + seconds
+        self._orders.extend([(begin, signal.SIGTERM), (begin + PATIENCE, signal.SIGKILL)])
+
+    def _carry_out(self) -> None:
+        while self._orders and time.monotonic() >= self._orders[0][0]:
+            _, number = self._orders.popleft()
+            for rank in self._running:
+                _send(self._processes[rank], number)
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has; it is not waited for, and so keeps its id."""
+    if process.returncode is not None:
+        return True
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
+def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a process and to those that it has started, as long as its id is its own."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+class _Lines:
+    """What comes out of a pipe, line by line."""
+
+    def __init__(self, rank: int, is_error: bool) -> None:
+        self.rank = rank
+        self.is_error = is_error
+        self._rest = b""
+
+    def more(self, piece: bytes) -> Iterator[str]:
+        """The lines that this piece completes; an empty one is the end."""
+        text, end = self._rest + piece, 0
+        for found in _LINE.finditer(text):
+            end = found.end()
+            if found[1] or found[2] != b"\r":
+                yield found[1].decode(errors="replace")
+        self._rest = text[end:]
+        if not piece and self._rest:
+            yield self._rest.strip(b"\r\n").decode(errors="replace")
+            self._rest = b""

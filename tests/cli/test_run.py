@@ -1,0 +1,203 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.launch import environment_of, launch
+
+PENSTOCK = str(Path(sys.executable).parent / "penstock")
+
+#: Writes the process ids of a rank and of a child of its own, which would live on.
+STAYS = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print("ids", os.getpid(), child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{text}")
+        return str(path)
+
+    return write
+
+
+def penstock(*arguments, limit=60, **options):
+    return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, check=False, timeout=limit, **options)
+
+
+def is_alive(process):
+    with suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def ids_of(started, ranks):
+    """What ``STAYS`` has written on every rank."""
+    found = []
+    for _ in range(ranks):
+        found += map(int, re.search(r"ids (\d+) (\d+)", started.stdout.readline()).groups())
+    return found
+
+
+def gone(processes, within=10.0):
+    end = time.monotonic() + within
+    while any(map(is_alive, processes)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(is_alive, processes))
+
+
+def test_every_rank_gets_its_place_and_the_arguments(script):
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    result = penstock(
+        "run", "--ranks", "3", script(f"print(*[os.environ[n] for n in {names}], *sys.argv[1:])"), "--ranks", "7", "-h"
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = sorted(result.stdout.splitlines())
+    port = lines[0].split()[7]
+    assert lines == [f"rank {rank}: {rank} 3 {rank} 3 127.0.0.1 {port} --ranks 7 -h" for rank in range(3)]
+    assert 1024 <= int(port) < 65536
+
+
+def test_what_is_set_stays():
+    fresh = environment_of(1, 2, 5000, {"PATH": "/bin"})
+    assert (fresh["GLOO_SOCKET_IFNAME"], fresh["RANK"], fresh["MASTER_PORT"]) == ("lo", "1", "5000")
+    assert int(fresh["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    kept = environment_of(
+        0, 64, 5000, {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0", "RANK": "9", "TORCHELASTIC_RUN_ID": "x"}
+    )
+    assert (kept["OMP_NUM_THREADS"], kept["GLOO_SOCKET_IFNAME"], kept["RANK"]) == ("3", "eth0", "0")
+    assert "TORCHELASTIC_RUN_ID" not in kept
+    assert environment_of(0, 64, 5000, {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_lines_stay_whole(script):
+    text = """
+for number in range(300):
+    for letter in f"{rank}" * 40:
+        sys.stdout.write(letter); sys.stdout.flush()
+    print()
+sys.stderr.write(f"{rank} has no end of line")
+"""
+    result = penstock("run", "-r", "3", "--no-prefix", script(text))
+    lines = result.stdout.splitlines()
+    assert len(lines) == 900
+    assert set(lines) == {f"{rank}" * 40 for rank in range(3)}
+    assert sorted(result.stderr.splitlines()) == [f"{rank} has no end of line" for rank in range(3)]
+
+
+def test_progress_bars_are_lines(script):
+    result = penstock("run", "-r", "2", script("sys.stdout.write('\\r10%\\r20%\\r100%\\nend\\r\\n')"))
+    mine = [line for line in result.stdout.splitlines() if line.startswith("rank 1")]
+    assert mine == ["rank 1: 10%", "rank 1: 20%", "rank 1: 100%", "rank 1: end"]
+
+
+def test_one_rank_writes_for_itself(script):
+    result = penstock("run", "-r", "1", script("print('here')"))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "here\n", "")
+
+
+def test_a_module(tmp_path):
+    (tmp_path / "training.py").write_text("import sys; print(__name__, *sys.argv[1:])")
+    result = penstock("run", "-r", "1", "--module", "training", "-x", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "__main__ -x\n")
+
+
+def test_the_exit_code_is_that_of_the_first_that_failed(script):
+    # The others say what they know, and fail in their turn.
+    result = penstock("run", "-r", "3", script("time.sleep(0 if rank == 1 else 1); print('told'); sys.exit(3 + rank)"))
+    assert result.returncode == 4
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank}: told" for rank in range(3)]
+    assert result.stderr == "penstock: rank 1 failed with exit code 4\n"
+
+
+def test_the_others_are_ended_when_one_has_failed(script):
+    begun = time.monotonic()
+    result = penstock("run", "-r", "2", script("sys.exit('no more') if rank else time.sleep(300)"))
+    assert result.returncode == 1
+    assert result.stderr == "rank 1: no more\npenstock: rank 1 failed with exit code 1\n"
+    assert time.monotonic() - begun < 20
+
+
+def test_a_killed_rank(script):
+    result = penstock("run", "-r", "2", script("rank and os.kill(os.getpid(), 9)"))
+    assert (result.returncode, result.stderr) == (137, "penstock: rank 1 was ended by SIGKILL\n")
+
+
+def test_one_that_does_not_listen_is_killed(script):
+    deaf = (
+        "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('deaf', flush=True)\ntime.sleep(300)"
+    )
+    result = penstock("run", "-r", "2", "--timeout", "2", script(deaf))
+    assert result.returncode == 124
+    assert result.stderr == "penstock: it took longer than --timeout allows; every process was ended\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_behind(script, number):
+    command = [PENSTOCK, "run", "-r", "2", script(STAYS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as started:
+        processes = ids_of(started, 2)
+        assert all(map(is_alive, processes))
+        started.send_signal(number)
+        assert started.wait(30) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    assert gone(processes)
+
+
+def test_nothing_is_left_behind_by_a_rank_that_ends(script):
+    result = penstock("run", "-r", "2", script(STAYS.replace("time.sleep(300)\n", "")))
+    processes = [int(number) for found in re.findall(r"ids (\d+) (\d+)", result.stdout) for number in found]
+    assert (result.returncode, len(processes)) == (0, 4)
+    assert gone(processes)
+
+
+def test_an_interrupt_is_the_scripts_to_handle(script):
+    text = """
+print("up", flush=True)
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    print("saved", flush=True)
+"""
+    command = [PENSTOCK, "run", "-r", "2", script(text)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        for _ in range(2):
+            started.stdout.readline()
+        started.send_signal(signal.SIGINT)
+        assert sorted(started.stdout.read().splitlines()) == ["rank 0: saved", "rank 1: saved"]
+        assert started.wait(10) == 130
+
+
+def test_bad_usage(script):
+    missing = penstock("run", "nowhere.py")
+    assert missing.returncode == 2
+    assert "there is no file nowhere.py; for a module, add --module" in missing.stderr
+    assert penstock("run", "-r", "0", script("")).returncode == 2
+    assert penstock("run", "--timeout", "0", script("")).returncode == 2
+
+
+def test_help_has_an_example():
+    assert "Example: penstock run --ranks 4 train.py" in " ".join(penstock("run", "--help").stdout.split())
+
+
+def test_an_error_in_the_listener_ends_the_processes(script):
+    processes = []
+
+    def hear(rank, is_error, line):
+        processes.extend(map(int, line.split()[1:]))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        launch([sys.executable, script(STAYS)], 1, hear=hear)
+    assert len(processes) == 2
+    assert gone(processes)
