@@ -191,6 +191,8 @@ def _microbatch(action: Action) -> int:
 
 
 def _without_history(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach()
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
 
