@@ -23,6 +23,7 @@ from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
 from penstock.runtime.microbatches import merge, samples, split_call
 from penstock.runtime.operations import Workplace
 from penstock.runtime.program import Program, compiled, only_forwards
+from penstock.runtime.recording import Recording
 from penstock.runtime.stage import Stage
 from penstock.runtime.step import Step
 from penstock.runtime.telling import Telling
@@ -107,6 +108,7 @@ class Pipeline:
         self._custom: dict[ComputationType, CustomFunction] = {}
         self._programs: dict[str, Program] = {}
         self._seen: Any = None
+        self._record: Recording | None = None
         self.compute = schedule
         self.transport = transport or _transport(schedule, group, timeout)
         self.schedule = self._lowered(schedule, self._model())
@@ -168,7 +170,10 @@ class Pipeline:
                 shares=self._shares(split[2]),
                 keep_outputs=return_outputs and self.has_last,
             )
-            program.run(step, self.transport.progress)
+            if self._record is None:
+                program.run(step, self.transport.progress)
+            else:
+                self._record.run(program, step)
             detached.backward()
         if losses is not None:
             losses.extend(loss for loss in step.losses if loss is not None)
@@ -212,6 +217,10 @@ class Pipeline:
             raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
         self._custom[kind] = function
         self._programs.clear()
+
+    def recording(self) -> Recording:
+        """Measure steps: ``with pipe.recording() as record:``, on all ranks together; see ``Recording``."""
+        return Recording(self)
 
     def close(self) -> None:
         """Let go of connections and threads. Also done by ``with Pipeline(...) as pipe:``."""
@@ -315,7 +324,9 @@ class Pipeline:
             microbatches=schedule.microbatches,
             loss_fn=loss_fn,
         )
-        return compiled(schedule, self.rank, Custom(self, workplace, self._custom).operation)
+        record = self._record
+        custom = Custom(self, workplace, self._custom) if record is None else record.custom(workplace, self._custom)
+        return compiled(schedule, self.rank, custom.operation)
 
     def _edges(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> dict[int, Edge]:
         rank_of = self.schedule.placement.rank_of
