@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +17,9 @@ from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
 from penstock.runtime import shapes as agreeing
+from penstock.runtime.clipping import clip_grad_norm_
 from penstock.runtime.custom import Custom, CustomFunction
+from penstock.runtime.data_parallel import in_step
 from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
@@ -24,6 +27,8 @@ from penstock.runtime.microbatches import merge, samples, split_call
 from penstock.runtime.operations import Workplace
 from penstock.runtime.program import Program, compiled, only_forwards
 from penstock.runtime.recording import Recording
+from penstock.runtime.scaling import Scaling
+from penstock.runtime.shared_losses import shared
 from penstock.runtime.stage import Stage
 from penstock.runtime.step import Step
 from penstock.runtime.telling import Telling
@@ -33,7 +38,7 @@ from penstock.runtime.transport.threads import thread_transports
 from penstock.verification.check import verify as prove
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, MutableSequence, Sequence
+    from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 
     from penstock.ir.actions import Action
     from penstock.runtime.transport.protocol import Transport
@@ -73,6 +78,8 @@ class Pipeline:
         kwargs_spec: the same for keyword arguments.
         target_spec: the same for the target.
         output_spec: how outputs are merged; by default along dimension 0.
+        share_losses: give the losses to every rank, not only to that of the last stage.
+        scaler: multiplies the gradients; each rank has one, and calls its ``step`` and ``update`` as ever.
         verify: prove the schedule for this transport before anything runs.
         timeout: how many seconds a rank may wait for another before the step ends on all ranks with a report.
     """
@@ -92,6 +99,8 @@ class Pipeline:
         kwargs_spec: Any = None,
         target_spec: Any = None,
         output_spec: Any = None,
+        share_losses: bool = False,
+        scaler: torch.amp.GradScaler | None = None,
         verify: bool = True,
         timeout: float = 300.0,
     ) -> None:
@@ -112,6 +121,8 @@ class Pipeline:
         self.compute = schedule
         self.transport = transport or _transport(schedule, group, timeout)
         self.schedule = self._lowered(schedule, self._model())
+        self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
+        self._share_losses = share_losses
         self._check_stages()
         self._begin()
 
@@ -156,7 +167,7 @@ class Pipeline:
             The merged output on the rank of the last stage, None on the others.
         """
         self._check_usable()
-        with self._telling(training=True), torch.enable_grad():
+        with self._telling(training=True), torch.enable_grad(), self._around(training=True):
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             split = self._split(args, kwargs, target, self.schedule.microbatches)
@@ -175,8 +186,7 @@ class Pipeline:
             else:
                 self._record.run(program, step)
             detached.backward()
-        if losses is not None:
-            losses.extend(loss for loss in step.losses if loss is not None)
+        self._report(step, losses)
         return self._merged(step)
 
     def eval(
@@ -194,7 +204,7 @@ class Pipeline:
             The merged output on the rank of the last stage, None on the others.
         """
         self._check_usable()
-        with self._telling(training=False), torch.no_grad():
+        with self._telling(training=False), torch.no_grad(), self._around(training=False):
             size = samples([(args, kwargs)], (self._specs["args_spec"], self._specs["kwargs_spec"]))[0]
             count = min(self.schedule.microbatches, size) if args or kwargs else self.schedule.microbatches
             split = self._split(args, kwargs, target, count)
@@ -207,9 +217,24 @@ class Pipeline:
                 keep_outputs=self.has_last,
             )
             self._evaluation(with_loss=target is not None).run(step, self.transport.progress)
-        if losses is not None:
-            losses.extend(loss for loss in step.losses if loss is not None)
+        self._report(step, losses)
         return self._merged(step)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients of the pipeline down, so that their norm is `max_norm` at most. All ranks call it.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: the order of the norm; ``inf`` for the largest gradient.
+            error_if_nonfinite: whether to raise if the norm is not a finite number.
+
+        Returns:
+            The norm before: over all stages, and shards of them; the same on every rank.
+        """
+        self._check_usable()
+        return clip_grad_norm_(self._stages, self.transport, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run a function of your own for every action of a type; see ``penstock.runtime.custom``."""
@@ -273,9 +298,11 @@ class Pipeline:
     def _begin(self) -> None:
         """Make sure that all ranks run the same schedule, and that the edges come up."""
         digest = hashlib.sha256(self.schedule.codes.tobytes() + self.schedule.offsets.tobytes()).digest()
+        digest += bytes([self._share_losses, self._scaling is not None])
         others = self.transport.exchange(digest)
         if unlike := [rank for rank, other in enumerate(others) if other != digest]:
-            raise StageError(f"rank {unlike[0]} has been given another schedule than rank {self.transport.rank}")
+            what = "schedule" if others[unlike[0]][:32] != digest[:32] else "share_losses or scaler"
+            raise StageError(f"rank {unlike[0]} has been given another {what} than rank {self.transport.rank}")
         rank_of = self.schedule.placement.rank_of
         pairs = {tuple(sorted(pair)) for pair in pairwise(rank_of) if pair[0] != pair[1]}
         self.transport.connect(sorted(pairs))  # type: ignore[arg-type]
@@ -368,9 +395,27 @@ class Pipeline:
         return split_call(args, kwargs, target if self.has_last else None, count, **self._specs)
 
     def _shares(self, targets: Sequence[Any]) -> Sequence[float]:
+        scale = 1.0 if self._scaling is None else self._scaling.begin()
         if not self.has_last:
             return ()
-        return shares(self._reduction, targets, self._specs["target_spec"], self._weight)
+        return [scale * share for share in shares(self._reduction, targets, self._specs["target_spec"], self._weight)]
+
+    @contextmanager
+    def _around(self, *, training: bool) -> Iterator[None]:
+        """Around a step: when it ends, gradients are complete on all replicas, and an overflow is one everywhere."""
+        with in_step(self._stages.values(), reduce=training and ComputationType.REDUCE_GRAD not in self._custom):
+            yield
+        if training and self._scaling is not None:
+            self._scaling.agree()
+
+    def _report(self, step: Step, losses: MutableSequence[torch.Tensor] | None) -> None:
+        found = [loss for loss in step.losses if loss is not None]
+        if self._share_losses:
+            source, device = self.schedule.placement.rank_of[-1], next(iter(self._stages.values())).device
+            with self._telling(training=False):
+                found = shared(found, self.transport, source, device)
+        if losses is not None:
+            losses.extend(found)
 
     def _merged(self, step: Step) -> Any:
         if step.outputs is None:

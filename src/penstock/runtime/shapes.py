@@ -138,6 +138,8 @@ def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Edg
     """What a stage gives, found by running it on copies, with random numbers and buffers as they were."""
     with _unchanged(stage), torch.enable_grad():
         output = stage.module(*_copied(args), **_copied(kwargs))
+        if stage.parallel is not None:
+            stage.parallel.reshard()
         return describe(output)
 
 

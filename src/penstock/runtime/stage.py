@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.errors import StageError
+from penstock.runtime.data_parallel import adapter_for
 from penstock.runtime.engine import accumulate
 from penstock.runtime.split_backward import SplitBackward
 
@@ -49,7 +51,7 @@ class Stage:
         self.module = module
         self.device = torch.device(device) if device is not None else _device_of(module)
         self.dw_builder = dw_builder
-        self.parallel: DataParallel | None = None
+        self.parallel: DataParallel | None = adapter_for(module, index)
         self._split = SplitBackward()
 
     def backward(self, flight: Flight, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -64,6 +66,14 @@ class Stage:
         self, flight: Flight, gradients: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
         """I: the gradients of the inputs, and W as a function."""
+        found, weight_backward = self._input_backward(flight, gradients)
+        if self.parallel is None:
+            return found, weight_backward
+        return found, partial(self.parallel.weight_backward, weight_backward)
+
+    def _input_backward(
+        self, flight: Flight, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
         if self.dw_builder:
             if flight.roots:
                 accumulate(flight.roots, gradients)
