@@ -159,7 +159,7 @@ def words_and_rounds(transport):
         assert transport.hear(before) == b"first %d" % number
         assert transport.hear(before) == b""
         transport.exchange(b"")
-        kept.append(transport._watch_store.num_keys())
+        kept.append(transport._board._store.num_keys())
         transport.exchange(b"")
     assert max(kept) - min(kept) < 3 * ranks  # what is under way; a hundred keys for each rank have been used
 
@@ -175,6 +175,50 @@ def forgotten(group):
 def test_messages(workers):
     assert workers.run(messages, ranks=3, limit=60) == [[], [], []]
     assert workers.run(messages, ranks=2, limit=60) == [[], []]
+
+
+def two_by_two(rank, ranks):
+    """Groups of some of the processes; only their members make transports, and ranks are those in the group."""
+    members = [[3, 0], [1, 2]]
+    groups = [dist.new_group(ranks, sort_ranks=False) for ranks in members]
+    mine = rank in members[1]
+    if rank == 0:
+        dist.new_group([0], use_local_synchronization=True)  # one rank has made more groups than the others
+    transport = DistributedTransport(groups[mine], timeout=20)
+    assert transport.rank == members[mine].index(rank)
+    transport.connect([(0, 1)])
+    assert transport.exchange(b"%d" % rank) == [b"%d" % member for member in members[mine]]
+    out_of_order(transport)
+    transport.close()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_groups_of_some_processes(workers):
+    workers.run(two_by_two, fresh=True)
+    workers.close()  # one of them has a group more now
+
+
+def gloo_by_another_name(store, rank, ranks, timeout):
+    return dist.ProcessGroupGloo(store, rank, ranks, timeout)
+
+
+def another_backend(rank, ranks):
+    """A backend that nothing is known of: the harsher model, and a process group in place of a bare backend."""
+    dist.Backend.register_backend("by_another_name", gloo_by_another_name, devices=["cpu"])
+    group = dist.new_group(range(ranks), backend="by_another_name")
+    transport = DistributedTransport(group, timeout=20)
+    assert transport.model == CommModel("rendezvous", "pair")
+    transport.connect([(0, 1), (1, 2)])
+    out_of_order(transport)
+    words_and_rounds(transport)
+    transport.close()
+    dist.destroy_process_group(group)
+
+
+def test_another_backend():
+    with Workers(3) as pool:
+        pool.run(another_backend)
 
 
 def alone(rank, ranks, *, group):
@@ -253,7 +297,7 @@ def garbage(rank, ranks, *, group):
     in_step(transport, f"{rank}F0", 1)
     transport.exchange(b"")
     if rank == 1:
-        transport._watch_store.set("failure", b"\x80\x04garbage")
+        transport._board._store.set("failure", b"\x80\x04garbage")
     told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), 1 - rank, 0).wait())
     assert "a failure was told that cannot be read: 9 bytes, b'\\x80\\x04garbage'" in told.message
     assert seconds < SOON

@@ -86,6 +86,11 @@ class Board:
         self._knows_since = time.monotonic()
         self._store.add("knows", 1)
 
+    def end_wait(self, key: str | None) -> None:
+        """End the wait of another thread of this rank for a key, if it waits for one: by a value that is none."""
+        if key is not None:
+            self._store.set(key, "")
+
     def stay(self) -> None:
         """Wait until every rank knows of the failure that this one knows of, for a moment at most.
 
@@ -97,6 +102,10 @@ class Board:
             while time.monotonic() < self._knows_since + _STAY and self._store.add("knows", 0) < self._ranks:
                 time.sleep(0.02)
         self._knows_since = None
+
+    def close(self) -> None:
+        """Give the connection back."""
+        del self._store
 
 
 def encoded(failure: Failure) -> str:

@@ -8,6 +8,7 @@ import time
 import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
@@ -20,13 +21,13 @@ from penstock.runtime.transport.failing import dead_error, label_of, peer_of, st
 from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup
 from penstock.runtime.transport.mailbox import Mailbox
 from penstock.runtime.transport.protocol import Failure, Progress
-from penstock.runtime.transport.stores import connection, own_prefix
+from penstock.runtime.transport.stores import own_connection, own_prefix
 from penstock.runtime.transport.watch import Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.runtime.transport.groups import Work
+    from penstock.runtime.transport.groups import Post, Work
 
 #: So much later than the watch, which can say more, the backend and the mailbox give up a wait, in seconds.
 _BACKEND_GRACE: Final = 60.0
@@ -60,15 +61,13 @@ class DistributedTransport:
         self._failure: Failure | None = None
         self._lock = threading.Lock()
         self._connecting = self._closed = False
-        store = parent.get_group_store()
-        prefix = own_prefix(store, self.rank)
-        self._mailbox = Mailbox(connection(store, prefix, timeout + _MAILBOX_GRACE), self.rank, self.ranks, self._check)
-        self._watch_store = connection(store, prefix, timeout)
-        self._board = Board(self._watch_store, self.rank, self.ranks)
-        self._mailbox.exchange(b"")  # or the backend would wait for a rank without naming it
+        store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
+        self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
+        self._board = Board(own_connection(store), self.rank, self.ranks)
+        self._mailbox.exchange(b"", lambda _: None)  # or the backend would wait for a rank without naming it
         limit = timedelta(seconds=timeout + _BACKEND_GRACE)
         try:
-            self._group = OwnGroup(parent, PrefixStore(f"{prefix}/group", store), limit)
+            self._group = OwnGroup(parent, PrefixStore("group", store), limit)
         except RuntimeError as error:
             raise TransportError(f"rank {self.rank} cannot connect to its peers: {_reason(error)}") from error
         self.model = self._group.model
@@ -98,7 +97,7 @@ class DistributedTransport:
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks. All ranks call it."""
         with self._reaching_the_store():
-            return self._mailbox.exchange(data)
+            return self._mailbox.exchange(data, self._check)
 
     def tell(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
@@ -108,7 +107,7 @@ class DistributedTransport:
     def hear(self, peer: int) -> bytes:
         """What the peer told next."""
         with self._reaching_the_store():
-            return self._mailbox.hear(peer)
+            return self._mailbox.hear(peer, self._check)
 
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
@@ -148,7 +147,8 @@ class DistributedTransport:
     def close(self) -> None:
         """End threads and connections of this transport's own; safe to call twice."""
         self._closed = True
-        self._send = self._receive = self._refuse
+        if self._failure is None:
+            self._send = self._receive = _refusing(partial(TransportError, "this transport is closed"))
         self._end()
 
     # For the watch --------------------------------------------------------------------------------------------------
@@ -169,12 +169,12 @@ class DistributedTransport:
             if self._failure is not None:
                 return self._failure
             self._failure = failure
-        self._send = self._receive = self._refuse
+        self._send = self._receive = _refusing(partial(dead_error, failure))
         self._group.end_waits()
         if not alone:
             with suppress(RuntimeError):
                 self._board.acknowledge()
-                self._mailbox.end_wait(self._watch_store)
+                self._board.end_wait(self._mailbox.awaited)
         return failure
 
     def lose_store(self, error: RuntimeError) -> Failure:
@@ -202,10 +202,6 @@ class DistributedTransport:
             if first == mine:
                 raise TransportError(told, peer=peer) from error
             raise step_error(first) from error
-
-    def _refuse(self, _tensors: Sequence[torch.Tensor], rank: int, _tag: int) -> NoReturn:
-        self._check()
-        raise TransportError("this transport is closed", peer=rank)
 
     def _check(self, ask: bool = False) -> None:
         failure = self.failure() if ask else self._failure
@@ -238,6 +234,15 @@ def _is_of_a_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("/gloo/" in str(error) or "pair closure" in str(error))
 
 
+def _refusing(error: Callable[[], PenstockError]) -> Post:
+    """What stands in place of posting, so that nothing has to be asked before each post. It holds no transport."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise error()
+
+    return refuse
+
+
 def _reason(error: BaseException) -> str:
     """The first sentence of an error of torch, without the place in its sources."""
     line = str(error).partition("\n")[0]
@@ -247,4 +252,5 @@ def _reason(error: BaseException) -> str:
 def _end(watch: Watch, board: Board, group: OwnGroup) -> None:
     watch.stop()
     board.stay()
+    board.close()
     group.destroy()

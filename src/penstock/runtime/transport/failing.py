@@ -38,14 +38,14 @@ def _error(failure: Failure, message: str) -> StepError:
 
 def label_of(progress: Progress) -> str | None:
     """The text of the operation under way; None between steps."""
-    index = progress.index
-    return progress.labels[index] if 0 <= index < len(progress.labels) else None
+    index, labels = progress.index, progress.labels  # another thread may write them
+    return labels[index] if 0 <= index < len(labels) else None
 
 
 def peer_of(progress: Progress) -> int | None:
     """The rank that the operation under way may have to wait for."""
-    index = progress.index
-    return progress.peers[index] if 0 <= index < len(progress.peers) else None
+    index, peers = progress.index, progress.peers
+    return peers[index] if 0 <= index < len(peers) else None
 
 
 def chain(links: Sequence[tuple[int, str]], end: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, TransportError
@@ -19,24 +20,19 @@ class Mailbox:
 
     Every key is used once, and deleted once it has been read by all who read it.
 
+    A wait lasts as long as the timeout, or until ``check`` raises because there has been a failure; it is called with
+    True to ask the store for it.
+
     Attributes:
         awaited: the key that this rank waits for, so that another thread can end the wait.
     """
 
-    def __init__(self, store: Store, rank: int, ranks: int, check: Callable[[bool], None]) -> None:
-        """Make one.
-
-        Args:
-            store: where the words are left; whoever waits on it does so for as long as its timeout.
-            rank: the rank that reads and writes.
-            ranks: how many there are.
-            check: raises if there has been a failure; with True it asks the store whether there has.
-        """
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
         self.awaited: str | None = None
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._check = check
+        self._timeout = timedelta(seconds=timeout)
         self._told: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
         self._round = 0
@@ -46,45 +42,41 @@ class Mailbox:
         self._set(f"word/{self._rank}/{peer}/{self._told[peer]}", data)
         self._told[peer] += 1
 
-    def hear(self, peer: int) -> bytes:
+    def hear(self, peer: int, check: Callable[[bool], None]) -> bytes:
         """The next word of a peer."""
         key = f"word/{peer}/{self._rank}/{self._heard[peer]}"
-        data = self._get(key, peer)
+        data = self._get(key, peer, check)
         self._heard[peer] += 1
         self._store.delete_key(key)
         return data
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def exchange(self, data: bytes, check: Callable[[bool], None]) -> list[bytes]:
         """What every rank gave in this round."""
         number = self._round
         self._round += 1
         self._set(f"round/{number}/{self._rank}", data)
         given = [
-            data if rank == self._rank else self._get(f"round/{number}/{rank}", rank) for rank in range(self._ranks)
+            data if rank == self._rank else self._get(f"round/{number}/{rank}", rank, check)
+            for rank in range(self._ranks)
         ]
         # Whoever has given in this round has read all of the round before.
         if number > 0:
             self._store.delete_key(f"round/{number - 1}/{self._rank}")
         return given
 
-    def end_wait(self, store: Store) -> None:
-        """End the wait of this rank, from another thread and through another connection."""
-        key = self.awaited
-        if key is not None:
-            store.set(key, "")
-
     def _set(self, key: str, data: bytes) -> None:
         # A key without a value is what ends a wait: so a word is never empty.
         self._store.set(key, b"=" + data)  # type: ignore[arg-type]  # bytes are fine
 
-    def _get(self, key: str, peer: int) -> bytes:
+    def _get(self, key: str, peer: int, check: Callable[[bool], None]) -> bytes:
         began = time.monotonic()
         self.awaited = key
         try:
-            self._check(False)  # from now on, a failure ends the wait
+            check(False)  # from now on, a failure ends the wait
+            self._store.wait([key], self._timeout)
             data = self._store.get(key)
         except RuntimeError as error:
-            self._check(False)
+            check(False)
             if isinstance(error, PenstockError) or "timeout" not in str(error).lower():
                 raise
             waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s"
@@ -92,7 +84,7 @@ class Mailbox:
         finally:
             self.awaited = None
         if not data:
-            self._check(True)
+            check(True)
         if not data.startswith(b"="):
             raise TransportError(f"the word of rank {peer} is damaged: {data[:60]!r}", peer=peer)
         return data[1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
@@ -19,20 +18,15 @@ def own_prefix(store: Store, rank: int) -> str:
     return f"{_PREFIX}/{store.add(f'{_PREFIX}/made by {rank}', 1)}"
 
 
-def connection(store: Store, prefix: str, timeout: float) -> Store:
-    """The store under a prefix, through a connection of its own where there are connections.
+def own_connection(store: Store) -> Store:
+    """The same store through a connection of its own, where there are connections: a wait keeps others from using one.
 
-    Whoever waits on a connection keeps all others from using it.
+    It takes a moment: seconds, where a name server does not answer.
     """
-    mine: Store = PrefixStore(prefix, store)
-    if _has_connection(store):
-        mine = mine.clone()  # type: ignore[attr-defined]  # the stubs do not know it
-        mine.set_timeout(timedelta(seconds=timeout))
-    return mine
-
-
-def _has_connection(store: Store) -> bool:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    # A FileStore counts its users: a copy that goes away would take the file with it.
-    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]  # torch does export it
+    underlying = store
+    while isinstance(underlying, PrefixStore):
+        underlying = underlying.underlying_store
+    # A FileStore has none; it counts its users, and a copy that goes away would take the file with it.
+    if isinstance(underlying, dist.TCPStore):  # type: ignore[attr-defined]  # torch does export it
+        return store.clone()  # type: ignore[attr-defined,no-any-return]  # the stubs do not know it
+    return store
