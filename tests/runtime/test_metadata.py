@@ -183,6 +183,7 @@ def test_subclasses_with_plain_memory_may_go():
 # --- values
 
 
+@settings(deadline=None)
 @given(values)
 def test_a_value_is_built_again(value):
     leaves, meta = flatten(value)
@@ -195,6 +196,7 @@ def test_a_value_is_built_again(value):
     assert meta.is_single == isinstance(value, torch.Tensor)
 
 
+@settings(deadline=None)
 @given(values, values)
 def test_matching_is_what_mismatch_says(one, other):
     agreed, found = describe(one), describe(other)
@@ -321,6 +323,7 @@ def test_layout_is_no_mismatch():
 # --- bytes
 
 
+@settings(deadline=None)
 @given(values)
 def test_a_description_survives_the_bytes(value):
     meta = describe(value)
@@ -373,12 +376,13 @@ def sealed(body, *, magic=b"PENS", version=1):
     return start + struct.pack("<I", zlib.crc32(body, zlib.crc32(start))) + body
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(data):
     assert only_metadata_errors(data) is None
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(st.binary(max_size=60) | st.lists(st.integers(0, 9), max_size=60).map(bytes))
 def test_random_bytes_with_a_right_checksum_give_a_description_or_an_error(body):
     meta = only_metadata_errors(sealed(body))
@@ -387,6 +391,7 @@ def test_random_bytes_with_a_right_checksum_give_a_description_or_an_error(body)
         assert meta.unflatten([tensor.empty("meta") for tensor in meta.tensors]) is not meta
 
 
+@settings(deadline=None)
 @given(values, st.data())
 def test_damage_is_always_found(value, data):
     whole = encode(describe(value))
@@ -398,7 +403,7 @@ def test_damage_is_always_found(value, data):
     assert only_metadata_errors(bytes(flipped)) is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(values, st.data())
 def test_damage_under_a_right_checksum_never_breaks_the_reader(value, data):
     body = bytearray(encode(describe(value))[14:])
@@ -456,6 +461,7 @@ def test_what_cannot_be_encoded_is_told():
 # --- headers
 
 
+@settings(deadline=None)
 @given(values)
 def test_a_header_has_it_all(value):
     meta = describe(value)
@@ -486,6 +492,7 @@ def test_about_ten_tensors_need_no_overflow():
     assert header_tensor(describe([torch.ones(2, 3, 4)] * 9))[1] is None
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_a_header_of_garbage_is_refused(data):
     with pytest.raises(MetadataError):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import microbatch as oracle
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
@@ -376,6 +376,7 @@ def batches(draw):
     return value, spec, microbatches
 
 
+@settings(deadline=None)
 @given(batches())
 def test_merging_undoes_splitting(batch):
     value, spec, microbatches = batch
