@@ -78,15 +78,13 @@ class Leaves:
         if schedule.placement != self.schedule.placement or schedule.microbatches != self.microbatches:
             return None
         other = Leaves(schedule)
-        is_new = other.is_among(kinds)
-        stayed, now = (~self.is_among(kinds)).nonzero()[0], (~is_new).nonzero()[0]
+        other.home = self.home
+        stayed, now = ((~leaves.is_among(kinds)).nonzero()[0] for leaves in (self, other))
         if not np.array_equal(self.codes[stayed], other.codes[now]):
             return None
-        if not np.array_equal(self.rank[stayed], other.rank[now]):
+        on_their_ranks = self.all_at_home and other.all_at_home  # and so on the same: the stages are where they were
+        if not on_their_ranks and not np.array_equal(self.rank[stayed], other.rank[now]):
             return None
-        other.home = self.home
-        if self.all_at_home and other._is_at_home(is_new.nonzero()[0]):
-            other.all_in_range = other.all_at_home = True
         other._known_inputs = self.inputs, stayed, now
         return other
 
@@ -129,19 +127,13 @@ class Leaves:
     @cached_property
     def all_in_range(self) -> bool:
         """Whether that holds for all."""
-        return _are_below(self.stages, self.stage) and _are_below(self.microbatches, self.microbatch)
+        stage, microbatch = packed.largest(self.codes)
+        return stage < self.stages and microbatch < self.microbatches
 
     @cached_property
     def all_at_home(self) -> bool:
         """Whether it does, and all are on the rank that holds their stage."""
         return self.all_in_range and bool((self.home[self.stage] == self.rank).all())
-
-    def _is_at_home(self, places: Places) -> bool:
-        """Whether the same holds for the actions at these places."""
-        codes = self.codes[places]
-        stage = packed.stages(codes)
-        in_range = _are_below(self.stages, stage) and _are_below(self.microbatches, packed.microbatches(codes))
-        return in_range and bool((self.home[stage] == self.rank[places]).all())
 
     def is_at_home(self, places: Places) -> NDArray[np.bool_]:
         """Whether the actions at these places are on the rank that holds their stage."""
@@ -185,12 +177,13 @@ class Leaves:
 
     def are(self, *kinds: ComputationType) -> Places:
         """Where the actions of these types are, in order."""
-        if not any(self._count[packed.TYPE_NUMBER[kind]] for kind in kinds):
-            return _NO_PLACES
         if kinds not in self._found:
-            chosen = self.kind == packed.TYPE_NUMBER[kinds[0]] if len(kinds) == 1 else self.is_among(kinds)
-            self._found[kinds] = chosen.nonzero()[0]
+            self._found[kinds] = self.is_among(kinds).nonzero()[0] if self.has_any(kinds) else _NO_PLACES
         return self._found[kinds]
+
+    def has_any(self, kinds: tuple[ComputationType, ...]) -> bool:
+        """Whether there is any action of these types."""
+        return any(self._count[packed.TYPE_NUMBER[kind]] for kind in kinds)
 
     def are_in_range(self, *kinds: ComputationType) -> Places:
         """The same without those whose stage or microbatch there is not."""
@@ -199,6 +192,8 @@ class Leaves:
 
     def is_among(self, kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -> NDArray[np.bool_]:
         """Whether each is of one of these types."""
+        if len(kinds) == 1:
+            return np.asarray(self.kind == packed.TYPE_NUMBER[next(iter(kinds))])
         return packed.are_among(kinds).take(self.kind)
 
     def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
@@ -217,7 +212,7 @@ class Leaves:
     @cached_property
     def has_transfers(self) -> bool:
         """Whether there is any send or receive."""
-        return any(self._count[packed.TYPE_NUMBER[kind]] for kind in OPERATIONS)
+        return self.has_any(OPERATIONS)
 
     def find(self, kind: ComputationType, stages: Places, microbatches: Places) -> Places:
         """Where the action of this type is for each stage and microbatch that exist: the first one, or ``NOWHERE``."""
@@ -241,7 +236,7 @@ class Leaves:
             first, *others = kinds
             found = self.table(first)
             for kind in others:
-                if len(self.are(kind)):
+                if self.has_any((kind,)):
                     found = np.where(found == NOWHERE, self.table(kind), found)
             self._tables_of_any[kinds] = found
         return self._tables_of_any[kinds]
@@ -273,7 +268,3 @@ class Leaves:
         waiting, awaited = np.concatenate(consumers), np.concatenate(producers)
         there = (awaited != NOWHERE).nonzero()[0]
         return waiting[there], awaited[there]
-
-
-def _are_below(limit: int, numbers: Places) -> bool:
-    return bool(numbers.max(initial=NOWHERE) < limit)

@@ -134,6 +134,13 @@ def stages(codes: Codes) -> NDArray[np.int64]:
     return codes >> _STAGE_SHIFT
 
 
+def largest(codes: Codes) -> tuple[int, int]:
+    """The largest stage and the largest microbatch of the codes; -1 if there are none."""
+    if not len(codes):
+        return -1, -1
+    return int(codes.max()) >> _STAGE_SHIFT, (int((codes & _MICROBATCH_BITS).max()) >> _MICROBATCH_SHIFT) - 1
+
+
 def types(codes: Codes) -> NDArray[np.int64]:
     """The type of each code: a number of ``TYPE_NUMBER``, or 0 for an idle step."""
     return codes & _TYPE_MASK

@@ -150,7 +150,7 @@ class Schedule:
         put(self, "_metadata", MappingProxyType(deepcopy(dict(metadata or {}))))
         put(self, "_placement", placement or _derived_placement(rows))
         if microbatches is None:
-            microbatches = int(packed.microbatches(codes).max(initial=-1)) + 1
+            microbatches = packed.largest(codes)[1] + 1
         put(self, "_microbatches", whole_number("microbatches", microbatches, most=LARGEST_INDEX + 1))
 
     @property

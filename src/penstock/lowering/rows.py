@@ -38,14 +38,17 @@ def without_idle(schedule: Schedule) -> Schedule:
 
 def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[Any]]) -> Schedule:
     """The same schedule with these actions, which are in the order of their ranks."""
-    return schedule.with_codes(codes, np.searchsorted(ranks, np.arange(schedule.ranks + 1)))
+    return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1)))
 
 
 def inserted(leaves: Leaves, places: Places, codes: Codes, ranks: Places) -> Schedule:
     """The same schedule with more actions: each before the one at its place, on its rank; they come in order."""
-    schedule = leaves.schedule
-    offsets = schedule.offsets + ranks.searchsorted(np.arange(schedule.ranks + 1))
-    return schedule.with_codes(np.insert(leaves.codes, places, codes), offsets)
+    schedule, after = leaves.schedule, places + np.arange(len(places))
+    stays = np.ones(len(leaves) + len(places), bool)
+    stays[after] = False
+    every = np.empty(len(stays), np.int64)
+    every[after], every[stays] = codes, leaves.codes
+    return schedule.with_codes(every, schedule.offsets + ranks.searchsorted(np.arange(schedule.ranks + 1)))
 
 
 def cell_ends(leaves: Leaves, places: Places) -> Places:

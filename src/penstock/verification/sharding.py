@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.graph.sorting import order_by
 from penstock.ir.actions import COMPUTE, RESHARD, UNSHARD, Action
 from penstock.verification.findings import Finding, Problem, action_at, at, position
 
@@ -23,18 +22,17 @@ def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
     if not len(leaves.are(UNSHARD, RESHARD)):
         return
     places = leaves.are(UNSHARD, RESHARD, *COMPUTE)
-    places = places[order_by(leaves.stage[places], places)]
-    changes = leaves.is_kind(places, UNSHARD) | leaves.is_kind(places, RESHARD)
+    places = places[leaves.stage[places].argsort(kind="stable")]
+    stage, unshards = leaves.stage[places], leaves.is_kind(places, UNSHARD)
+    changes = unshards | leaves.is_kind(places, RESHARD)
     # The last change before each of them, if it is of the same stage.
-    number = np.arange(len(places))
-    last = np.maximum.accumulate(np.where(changes, number, -1))
-    last = np.concatenate([[-1], last[:-1]]) if len(last) else last
-    known = (last >= 0) & (leaves.stage[places[np.maximum(last, 0)]] == leaves.stage[places])
-    gathered = known & leaves.is_kind(places[np.maximum(last, 0)], UNSHARD)
-    unshards = changes & leaves.is_kind(places, UNSHARD)
+    last = np.zeros(len(places), np.int64)
+    np.maximum.accumulate((changes * np.arange(len(places)))[:-1], out=last[1:])
+    gathered = unshards[last] & (stage[last] == stage)
+    gathered[0] = False
     if (gathered != unshards).all():
         return  # whatever is not an UNSHARD has the parameters, and an UNSHARD has not
-    begins = np.append(True, np.diff(leaves.stage[places]) != 0)
+    begins = np.append(True, stage[1:] != stage[:-1])
     behind_change = begins | np.append(False, changes[:-1])
     starved = ~changes & ~gathered
     yield from _starved(leaves, places, starved & behind_change, changes | begins)
