@@ -382,7 +382,7 @@ def test_an_error_of_this_rank_alone(workers):
 def one_is_killed(rank, ranks, victim, actions, *, group):
     transport = DistributedTransport(group, timeout=30)
     transport.connect(ALL_PAIRS)
-    in_step(transport, f"{rank}RECV_F0", victim)
+    in_step(transport, f"{rank}RECV_F0", None if rank == 3 else victim)
     transport.exchange(b"")
     if rank == victim:
         time.sleep(0.3)
@@ -391,7 +391,7 @@ def one_is_killed(rank, ranks, victim, actions, *, group):
         "receive": lambda: transport.receive(torch.zeros(1), victim, 0).wait(),
         "send": lambda: transport.send(torch.zeros(1_000_000), victim, 0).wait(),
         "hear": lambda: transport.hear(victim),
-        "compute": lambda: compute(transport, 20),
+        "late": lambda: [time.sleep(0.6), transport.send(torch.zeros(1), victim, 0).wait()],
     }[actions[rank]]
     told, seconds = outcome(transport, action)
     check_dead(transport)
@@ -401,7 +401,7 @@ def one_is_killed(rank, ranks, victim, actions, *, group):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank(workers, victim):
-    actions = ["receive", "hear", "send", "compute"]
+    actions = ["receive", "hear", "send", "late"]
     results = workers.run(one_is_killed, victim, actions, limit=40, deaths=True)
     assert results.pop(victim) == Ended(victim, -9)
     (failure,) = {failure for failure, _ in results}

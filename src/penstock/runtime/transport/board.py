@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _VERSION: Final = 1
 _FAILURE: Final = "failure"
 #: How many seconds a rank stays for the others to learn of a failure.
-_STAY: Final = 1.0
+_STAY: Final = 0.75
 #: Longer messages are cut in the middle; tracebacks at their beginning, the end says most.
 _MOST_MESSAGE: Final = 8_000
 _MOST_TRACEBACK: Final = 30_000

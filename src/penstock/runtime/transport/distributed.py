@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _BACKEND_GRACE: Final = 60.0
 _MAILBOX_GRACE: Final = 2.0
 #: How long the news of a failure may take, after its effect has been seen.
-_NEWS_GRACE: Final = 2.0
+_NEWS_GRACE: Final = 1.5
 
 
 class DistributedTransport:
@@ -221,7 +221,8 @@ class DistributedTransport:
             raise step_error(self.lose_store(error)) from error
 
     def _lost_connection(self, error: BaseException) -> Failure:
-        peer, label = peer_of(self.progress), label_of(self.progress)
+        lost, awaited, label = self._group.lost(), peer_of(self.progress), label_of(self.progress)
+        peer = awaited if awaited in lost or not lost else lost[0]
         whose = "a connection" if peer is None else f"the connection to rank {peer}"
         where = "" if label is None else f" in {label}"
         told = f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed ({_reason(error)})"

@@ -81,6 +81,19 @@ class OwnGroup:
         assert self._connections is not None
         return self._connections.send, self._connections.recv
 
+    def lost(self) -> list[int]:
+        """The ranks to which the connection is closed, as far as that can be known. Only to be asked when one is."""
+        found: list[int] = []
+        if self._connections is None or not self._is_gloo:
+            return found
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                try:
+                    self._connections.recv([torch.zeros(1)], peer, _CLOSING_TAG)
+                except RuntimeError:
+                    found.append(peer)
+        return found
+
     def end_waits(self) -> None:
         """Make every wait for a transfer raise, here and at the peers. Nothing can be sent afterwards."""
         connections = self._connections
