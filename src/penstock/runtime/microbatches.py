@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -190,7 +191,7 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
     first = _Tree.of(name, values[0], spec)
     if first.treespec.is_leaf():
         return _merged(first, 0, values)
-    flattened = [pytree.tree_flatten(value, is_leaf=_is_leaf) for value in values]
+    flattened = [_flattened(value) for value in values]
     for index, (_, treespec) in enumerate(flattened):
         if treespec != first.treespec:
             raise MicrobatchError(
@@ -215,7 +216,7 @@ class _Tree:
 
     @classmethod
     def of(cls, name: str, value: Any, spec: Spec) -> _Tree:
-        leaves, treespec = pytree.tree_flatten(value, is_leaf=_is_leaf)
+        leaves, treespec = _flattened(value)
         return cls(name, value, leaves, treespec, _specs(spec, value, len(leaves), name))
 
     def place(self, index: int) -> str:
@@ -225,6 +226,29 @@ class _Tree:
         except ValueError:  # a type that was registered without names for its children
             return f"{self.name} (leaf {index})"
         return self.name + pytree.keystr(found[index][0])
+
+
+def _flattened(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of a value, and its structure.
+
+    Torch's own function leaves objects behind that only the garbage collector can free; a step should leave none, so it
+    is asked only where something is nested.
+    """
+    if pytree.tree_is_leaf(value, is_leaf=_is_leaf):
+        return [value], _flat_structure(None)
+    if type(value) in (tuple, dict):
+        children = list(value.values() if type(value) is dict else value)
+        if all(pytree.tree_is_leaf(child, is_leaf=_is_leaf) for child in children):
+            return children, _flat_structure(tuple(value) if type(value) is dict else len(value))
+    return pytree.tree_flatten(value, is_leaf=_is_leaf)
+
+
+@lru_cache(maxsize=256)
+def _flat_structure(kind: tuple[Any, ...] | int | None) -> Any:
+    """The structure of a leaf, of a tuple with so many of them, or of a dictionary with these keys."""
+    if kind is None:
+        return pytree.tree_structure(0)
+    return pytree.tree_structure(dict.fromkeys(kind, 0) if isinstance(kind, tuple) else (0,) * kind)
 
 
 def _is_leaf(value: Any) -> bool:
