@@ -18,10 +18,21 @@ Rule = Callable[[Any, list[int]], Product | None]
 
 def _mm(node: Any, wanted: list[int]) -> Product | None:
     """``left @ right``."""
+    return _of_two(node, wanted, _is_turned(node))
+
+
+def _bmm(node: Any, wanted: list[int]) -> Product | None:
+    """The same for many."""
+    return _of_two(node, wanted, False)
+
+
+def _of_two(node: Any, wanted: list[int], turned: bool) -> Product | None:
     if wanted == [1]:
-        return None if node._raw_saved_self.unpack_hook else _right(node._saved_self.detach(), _is_turned(node))
+        left = None if node._raw_saved_self.unpack_hook else _operand(node._saved_self)
+        return None if left is None else _right(left, turned)
     if wanted == [0]:
-        return None if node._raw_saved_mat2.unpack_hook else _left(node._saved_mat2.detach())
+        right = None if node._raw_saved_mat2.unpack_hook else _operand(node._saved_mat2)
+        return None if right is None else _left(right)
     return None
 
 
@@ -30,14 +41,13 @@ def _addmm(node: Any, wanted: list[int]) -> Product | None:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     if wanted == [0, 2] or wanted == [2]:
-        if node._raw_saved_mat1.unpack_hook:
+        left = None if node._raw_saved_mat1.unpack_hook else _operand(node._saved_mat1)
+        if left is None:
             return None
-        left = node._saved_mat1.detach()
-        if wanted == [2]:
-            return _right(left, _is_turned(node))
-        return _right_and_bias(left, _is_turned(node)) if _is_a_row(node.next_functions[0][0]) else None
+        return _right(left, _is_turned(node)) if wanted == [2] else _right_and_bias(left, _is_turned(node))
     if wanted == [1]:
-        return None if node._raw_saved_mat2.unpack_hook else _left(node._saved_mat2.detach())
+        right = None if node._raw_saved_mat2.unpack_hook else _operand(node._saved_mat2)
+        return None if right is None else _left(right)
     return None
 
 
@@ -59,14 +69,16 @@ def _convolution(node: Any, wanted: list[int]) -> Product | None:
     return product
 
 
+def _operand(saved: torch.Tensor) -> torch.Tensor | None:
+    """What the gradient of a product is multiplied by; None if it is sparse, which has rules of its own."""
+    if saved.layout is not torch.strided:
+        return None
+    return saved.detach().conj() if saved.is_complex() else saved.detach()
+
+
 def _is_turned(node: Any) -> bool:
     """Whether the right operand is a transposed matrix, as the weight of a linear layer is."""
     return bool(node._saved_mat2_sym_strides[-2] == 1)
-
-
-def _is_a_row(node: Any) -> bool:
-    """Whether the node is the leaf of a vector, e.g. of a bias."""
-    return hasattr(node, "variable") and node.variable.dim() == 1
 
 
 def _right(left: torch.Tensor, turned: bool) -> Product:
@@ -76,9 +88,10 @@ def _right(left: torch.Tensor, turned: bool) -> Product:
 
 
 def _right_and_bias(left: torch.Tensor, turned: bool) -> Product:
+    """The gradient of the bias is that of the output, summed to the size of the bias, which the engine does."""
     if turned:
-        return lambda gradient: [gradient.sum(0), torch.mm(gradient.t(), left).t()]
-    return lambda gradient: [gradient.sum(0), torch.mm(left.t(), gradient)]
+        return lambda gradient: [gradient, torch.mm(gradient.t(), left).t()]
+    return lambda gradient: [gradient, torch.mm(left.t(), gradient)]
 
 
 def _left(right: torch.Tensor) -> Product:
@@ -88,7 +101,7 @@ def _left(right: torch.Tensor) -> Product:
 #: By the name of the node's type.
 PRODUCTS: Final[dict[str, Rule]] = {
     "MmBackward0": _mm,
-    "BmmBackward0": _mm,
+    "BmmBackward0": _bmm,
     "AddmmBackward0": _addmm,
     "ConvolutionBackward0": _convolution,
 }

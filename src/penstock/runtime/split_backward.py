@@ -6,7 +6,7 @@ are what W runs. Between them are the nodes of the first kind with an edge into 
 weight is made.
 
 - For matrix products and convolutions making it is half of the work. I only keeps what it is made of: the gradient of
-  the node's output, which the engine hands over as it passes, and the operand that the node has saved. W multiplies.
+  the node's output, which a hook takes as the engine passes, and the operand that the node has saved. W multiplies.
 - Anything else (the scale of a normalization, a bias that is added, a user's own Function) makes both gradients in one
   go. I keeps the result, which is as large as the parameter, and W adds it to ``.grad``.
 
@@ -18,7 +18,7 @@ only compared with it.
 from __future__ import annotations
 
 from itertools import compress
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -28,25 +28,32 @@ from penstock.runtime.engine import accumulate, gradients_at
 from penstock.runtime.products import PRODUCTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
     from torch.autograd.graph import Node
 
     from penstock.runtime.products import Product, Rule
 
     Gradients = Sequence[torch.Tensor | None]
+    #: The edges of a node.
+    Row = tuple[tuple[Node | None, int], ...]
 
-#: Nodes that run a backward of their own inside, which reaches parameters that the graph does not show.
+#: Nodes that run a backward of their own inside, and refuse to when the engine is asked for certain gradients only.
 _OPAQUE: Final = frozenset({"CheckpointFunctionBackward"})
+#: The node of a leaf.
+_LEAF: Final = "AccumulateGrad"
 #: Bytes of gradients that are handed to the engine at once: about what the caches hold.
 _ENOUGH: Final = 1 << 20
 _REMEMBERED: Final = 8
-_NEW: Final = -1
-_NONE: Final = -2
+_NONE: Final = -1
 
 
 class SplitBackward:
     """Splits the backward of one stage, microbatch after microbatch.
+
+    Hooks of tensors see what they see in a whole backward, once. A hook of a node (``grad_fn.register_hook``)
+    of a matrix product or convolution sees the gradient of the input, and None in the place of a weight's.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> x = torch.ones(1, 2, requires_grad=True)
@@ -81,77 +88,72 @@ class SplitBackward:
         """
         if not inputs:
             return [], WeightBackward(roots, gradients)
-        leaves = [get_gradient_edge(tensor) for tensor in inputs]
-        split = self._split(roots, leaves)
+        ends = [get_gradient_edge(tensor) for tensor in inputs]
+        split = self._split([root.node for root in roots], [end.node for end in ends])
         if split is None:
             return _in_one_piece(roots, gradients, inputs), WeightBackward()
-        taken = len(inputs) + len(split.leaves)
-        found = gradients_at(
-            list(compress(roots, split.now)),
-            list(compress(gradients, split.now)),
-            [*leaves, *split.leaves, *[point.at for point in split.points]],
-        )
-        later = [not now for now in split.now]
+        now = [node in split.now for node in (root.node for root in roots)]
+        later = [not one for one in now]
+        with _Unhooked(split.leaves):
+            found = gradients_at(list(compress(roots, now)), list(compress(gradients, now)), [*ends, *split.leaves])
         left = WeightBackward(
             [*split.leaves, *compress(roots, later)],
-            [*found[len(inputs) : taken], *compress(gradients, later)],
+            [*found[len(ends) :], *compress(gradients, later)],
             split.points,
-            found[taken:],
-            keep=roots if split.in_python else (),
+            split.keep,
         )
-        return list(found[: len(inputs)]), left
+        return list(found[: len(ends)]), left
 
-    def _split(self, roots: Sequence[GradientEdge], inputs: Sequence[GradientEdge]) -> _Split | None:
+    def _split(self, beginnings: list[Node], ends: list[Node]) -> _Split | None:
         """Where this graph falls into two; None if it does not."""
-        beginnings = [root.node for root in roots]
-        ends = [edge.node for edge in inputs]
+        beginnings = list(dict.fromkeys(beginnings))
         for cut in self._cuts:
-            nodes = cut.form.matched(beginnings)
-            if nodes is not None and cut.ends(nodes) == ends:
-                return _applied(cut, nodes)
-        form, nodes = _Form.of(beginnings)
-        cut = _cut(form, nodes, len(beginnings), ends)
+            graph = cut.form.matched(beginnings)
+            if graph is not None and cut.ends_at(graph, ends):
+                if cut.whole:
+                    return None
+                split = _applied(cut, graph)
+                if split is not None:
+                    return split
+        form, graph = _Form.of(beginnings)
+        cut = _cut(form, graph, len(beginnings), ends)
         self._cuts = [cut, *self._cuts][:_REMEMBERED]
-        return _applied(cut, nodes)
+        return None if cut.whole else _applied(cut, graph)
 
 
 class WeightBackward:
     """What is left of a backward when the inputs have their gradients. Call it once."""
 
-    __slots__ = ("_edges", "_gradients", "_keep", "_outputs", "_points")
+    __slots__ = ("_edges", "_gradients", "_keep", "_points")
 
     def __init__(
         self,
         edges: Sequence[GradientEdge] = (),
         gradients: Gradients = (),
         points: Sequence[_Point] = (),
-        outputs: Gradients = (),
-        *,
         keep: object = None,
     ) -> None:
-        """Gradients for edges, and points with the gradients of their outputs; `keep` lives until the call."""
+        """Gradients for edges, and points where they have yet to be made; `keep` lives until the call."""
         self._edges = edges
         self._gradients = gradients
         self._points = points
-        self._outputs = outputs
         self._keep = keep
 
     def __call__(self) -> None:
         """Add the gradients of the weights to their ``.grad``."""
-        points, outputs = self._points, self._outputs
+        points = self._points
         edges = [edge for edge, gradient in zip(self._edges, self._gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in self._gradients if gradient is not None]
-        self._edges, self._gradients, self._points, self._outputs = (), (), (), ()
+        self._edges, self._gradients, self._points = (), (), ()
         size = 0
         with torch.no_grad():
-            for point, output in zip(points, outputs, strict=True):
-                if output is None:
-                    continue
-                edges += point.edges
-                made = point.product(output)
-                gradients += made
-                size += made[-1].nbytes
-                if size > _ENOUGH:  # before they leave the caches
+            for output, below, product, complete in points:
+                if output and (gradient := output.pop()) is not None:
+                    made = product(gradient)
+                    edges += below
+                    gradients += made
+                    size += made[-1].nbytes
+                if complete and size > _ENOUGH:  # before they leave the caches
                     accumulate(edges, gradients)
                     edges, gradients, size = [], [], 0
         if edges:
@@ -160,71 +162,102 @@ class WeightBackward:
 
 
 class _Point(NamedTuple):
-    """A node where W makes the gradients of weights: of which output, for which edges, and how."""
+    """A node where W makes the gradients of weights.
 
-    at: GradientEdge
+    Attributes:
+        output: gets the gradient of the node's output.
+        edges: those that lead to weights.
+        product: makes their gradients from that of the output.
+        complete: whether no later point leads to the same weights, so that they may get their gradients.
+    """
+
+    output: list[torch.Tensor | None]
     edges: list[GradientEdge]
     product: Product
+    complete: bool
 
 
 class _Split(NamedTuple):
     """The graph of one microbatch, cut.
 
     Attributes:
-        now: for every root, whether I runs from it.
+        now: the nodes of roots from which I runs.
         leaves: those that get a gradient in I which is added in W.
         points: where W makes gradients.
-        in_python: whether a node of W is written in Python; such a node lives only as long as a tensor above it.
+        keep: what must live until W: nodes above such that are written in Python, which do not live by themselves.
     """
 
-    now: list[bool]
+    now: list[Node]
     leaves: list[GradientEdge]
     points: list[_Point]
-    in_python: bool
+    keep: list[Node]
+
+
+class _Graph(NamedTuple):
+    """The graph of one microbatch: its nodes in the order of a walk, and the edges of those that are no leaves."""
+
+    nodes: list[Node]
+    rows: list[Row]
 
 
 class _Form(NamedTuple):
-    """The form of a graph: the types of its nodes as a walk comes upon them, and for every edge where it leads.
+    """The form of a graph: what a walk comes upon.
 
-    An edge leads to a node that the walk has not seen (and which is the next to be counted), to one that it has, or
-    nowhere.
+    Attributes:
+        kinds: the types of the nodes.
+        inner: the places of nodes that are no leaves, each with the numbers of its edges to nodes not seen before.
+        lengths: how many edges each of these has.
+        children: the places that all these edges lead to, one after the other; -1 for an edge that leads nowhere.
     """
 
     kinds: list[type]
-    links: list[list[int]]
+    inner: list[tuple[int, list[int]]]
+    lengths: list[int]
+    children: list[int]
 
     @classmethod
-    def of(cls, beginnings: list[Node]) -> tuple[_Form, list[Node]]:
-        """The form of the graph below some nodes, and its nodes in the order of the walk. O(edges)."""
+    def of(cls, beginnings: list[Node]) -> tuple[_Form, _Graph]:
+        """The form of the graph below some nodes, and the graph. O(edges)."""
         nodes = list(beginnings)
-        seen = {node: index for index, node in enumerate(nodes)}
-        links = []
-        for node in nodes:
-            found = []
-            for child, _ in node.next_functions:
-                found.append(_NONE if child is None else seen.get(child, _NEW))
+        seen = {node: place for place, node in enumerate(nodes)}
+        form, rows = cls([], [], [], []), []
+        for place, node in enumerate(nodes):
+            form.kinds.append(type(node))
+            if type(node).__name__ == _LEAF:
+                continue
+            new = []
+            rows.append(node.next_functions)
+            for number, (child, _) in enumerate(node.next_functions):
                 if child is not None and child not in seen:
                     seen[child] = len(nodes)
                     nodes.append(child)
-            links.append(found)
-        return cls([type(node) for node in nodes], links), nodes
+                    new.append(number)
+                form.children.append(_NONE if child is None else seen[child])
+            form.inner.append((place, new))
+            form.lengths.append(len(node.next_functions))
+        return form, _Graph(nodes, rows)
 
-    def matched(self, beginnings: list[Node]) -> list[Node] | None:
-        """The nodes of another graph in the order of the walk, if it has this form. O(edges)."""
-        nodes: list[Node | None] = list(beginnings)
-        for node, kind, links in zip(nodes, self.kinds, self.links, strict=False):
-            if type(node) is not kind:
-                return None
-            edges = node.next_functions  # type: ignore[union-attr]
-            if len(edges) != len(links):
-                return None
-            for (child, _), link in zip(edges, links, strict=True):
-                if link == _NEW:
-                    nodes.append(child)
-                elif child is not (None if link == _NONE else nodes[link]):
-                    return None
-        same = len(nodes) == len(self.kinds) == len(set(nodes))
-        return cast("list[Node]", nodes) if same else None
+    def matched(self, beginnings: list[Node]) -> _Graph | None:
+        """Another graph, if it has this form. O(edges).
+
+        The walk takes the form for granted, and what it has come upon is compared at the end, all at once.
+        """
+        nodes: list[Any] = list(beginnings)
+        rows: list[Row] = []
+        try:
+            for place, new in self.inner:
+                row = nodes[place].next_functions
+                rows.append(row)
+                for number in new:
+                    nodes.append(row[number][0])
+        except (AttributeError, IndexError):  # no node, or no edge, where there should be one
+            return None
+        if list(map(type, nodes)) != self.kinds or list(map(len, rows)) != self.lengths:
+            return None
+        found = [*nodes, None]
+        if [child for row in rows for child, _ in row] != [found[place] for place in self.children]:
+            return None
+        return _Graph(nodes, rows) if len(set(nodes)) == len(nodes) else None
 
 
 class _Cut(NamedTuple):
@@ -233,62 +266,97 @@ class _Cut(NamedTuple):
     Attributes:
         form: the form.
         inputs: the place of every input, or -1 for one that is not in the graph.
-        now: for every root, whether I runs from it.
+        now: roots from which I runs.
         leaves: the leaves that get a gradient in I which is added in W.
-        points: nodes of products, each with the numbers of its edges into the part of W, and the rule.
+        points: nodes of products.
         whole: whether it cannot be cut.
     """
 
     form: _Form
     inputs: list[int]
-    now: list[bool]
+    now: list[int]
     leaves: list[int]
-    points: list[tuple[int, list[int], Rule]]
+    points: list[_Place]
     whole: bool
 
-    def ends(self, nodes: list[Node]) -> list[Node | None]:
-        """The nodes in the places of the inputs."""
-        return [nodes[place] if place >= 0 else None for place in self.inputs]
+    def ends_at(self, graph: _Graph, ends: list[Node]) -> bool:
+        """Whether the inputs are in their places."""
+        nodes = graph.nodes
+        return len(ends) == len(self.inputs) and all(
+            nodes[place] is end if place >= 0 else end not in nodes
+            for place, end in zip(self.inputs, ends, strict=True)
+        )
 
 
-def _cut(form: _Form, nodes: list[Node], roots: int, inputs: list[Node]) -> _Cut:
+class _Place(NamedTuple):
+    """Where a point is: the node, its row, the numbers of its edges into the part of W, the rule; see ``_Point``."""
+
+    node: int
+    row: int
+    numbers: list[int]
+    rule: Rule
+    complete: bool
+
+
+def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
     """Find where to cut. O(edges)."""
     below = _children(form)
-    places = [nodes.index(node) if node in nodes else -1 for node in inputs]
-    kept = _above({place for place in places if place >= 0}, below)
-    points: list[tuple[int, list[int], Rule]] = []
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    inputs = [places.get(node, _NONE) for node in ends]
+    kept = _above({place for place in inputs if place >= 0}, below)
+    begins: dict[int, list[int]] = {root: [root] for root in range(roots) if root not in kept}
+    points: dict[int, tuple[list[int], Rule]] = {}
     combined: list[int] = []
-    later: list[int] = []
-    whole = False
     for place in sorted(kept):
-        edges = [number for number, child in enumerate(below[place]) if child >= 0 and child not in kept]
-        if not edges:
+        numbers = [number for number, child in enumerate(below[place]) if child >= 0 and child not in kept]
+        if not numbers:
             continue
-        name = form.kinds[place].__name__
-        whole = whole or name in _OPAQUE
-        rule = PRODUCTS.get(name)
-        if rule is not None and rule(nodes[place], edges) is not None:
-            points.append((place, edges, rule))
-            later += [below[place][number] for number in edges]
+        children = [below[place][number] for number in numbers]
+        rule = PRODUCTS.get(form.kinds[place].__name__)
+        if rule is not None and rule(graph.nodes[place], numbers) is not None:
+            points[place] = numbers, rule
+            begins[place] = children
         else:
-            combined += [below[place][number] for number in edges]
-    inner, leaves = _reached(combined, below)
-    # The engine must not pass a node twice, once in I and once in W.
-    whole = whole or bool(inner & _reached(later, below)[0])
-    return _Cut(form, places, [place in kept for place in range(roots)], leaves, points, whole)
+            combined += children
+    now = [root for root in range(roots) if root in kept]
+    # The engine follows every way to a leaf of I, and passes a node only once: what meets these goes to I as well.
+    reached = {place: _reached(children, below) for place, children in begins.items()}
+    inner = _reached(combined, below)
+    while meeting := [place for place, nodes in reached.items() if _meets(nodes & inner, place in points, below)]:
+        for place in meeting:
+            inner |= reached.pop(place)
+            if points.pop(place, None) is None:
+                now.append(place)
+    leaves = [place for place in sorted(inner) if form.kinds[place].__name__ == _LEAF]
+    rows = {place: row for row, (place, _) in enumerate(form.inner)}
+    roots_later = set[int]().union(*(nodes for place, nodes in reached.items() if place not in points))
+    complete = _complete(roots_later, [reached[place] for place in points])
+    return _Cut(
+        form,
+        inputs,
+        now,
+        leaves,
+        [
+            _Place(place, rows[place], numbers, rule, last)
+            for (place, (numbers, rule)), last in zip(points.items(), complete, strict=True)
+        ],
+        any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
+    )
+
+
+def _meets(shared: set[int], is_point: bool, below: list[list[int]]) -> bool:
+    """Whether W would spoil what I does, or the other way round. A leaf can be reached from a root in either."""
+    return bool(shared) if is_point else any(below[place] for place in shared)
 
 
 def _children(form: _Form) -> list[list[int]]:
-    """For every node the places of its children, -2 for none."""
-    count = len(form.links) - sum(links.count(_NEW) for links in form.links)
-    children = []
-    for links in form.links:
-        row = []
-        for link in links:
-            row.append(count if link == _NEW else link)
-            count += link == _NEW
-        children.append(row)
-    return children
+    """For every node the places of its children, -1 for none."""
+    below: list[list[int]] = [[] for _ in form.kinds]
+    begin = 0
+    for (place, _), length in zip(form.inner, form.lengths, strict=True):
+        below[place] = form.children[begin : begin + length]
+        begin += length
+    return below
 
 
 def _above(places: set[int], below: list[list[int]]) -> set[int]:
@@ -298,18 +366,11 @@ def _above(places: set[int], below: list[list[int]]) -> set[int]:
         for child in children:
             if child >= 0:
                 parents[child].append(place)
-    found: set[int] = set()
-    stack = list(places)
-    while stack:
-        place = stack.pop()
-        if place not in found:
-            found.add(place)
-            stack += parents[place]
-    return found
+    return _reached(list(places), parents)
 
 
-def _reached(places: list[int], below: list[list[int]]) -> tuple[set[int], list[int]]:
-    """What can be reached from the places: nodes with edges of their own, and leaves."""
+def _reached(places: list[int], below: list[list[int]]) -> set[int]:
+    """All that can be reached from the places, and they themselves."""
     found: set[int] = set()
     stack = list(places)
     while stack:
@@ -317,30 +378,67 @@ def _reached(places: list[int], below: list[list[int]]) -> tuple[set[int], list[
         if place not in found:
             found.add(place)
             stack += [child for child in below[place] if child >= 0]
-    leaves = sorted(place for place in found if not below[place])
-    return found.difference(leaves), leaves
+    return found
 
 
-def _applied(cut: _Cut, nodes: list[Node]) -> _Split | None:
+def _complete(before: set[int], reached: Sequence[set[int]]) -> list[bool]:
+    """For each of some sets whether no element of it, or of one before it, is in one after it."""
+    last = {node: index for index, nodes in enumerate(reached) for node in nodes}
+    until = max((last.get(node, 0) for node in before), default=0)
+    complete = []
+    for index, nodes in enumerate(reached):
+        until = max([until, *(last[node] for node in nodes)])
+        complete.append(until <= index)
+    return complete
+
+
+def _applied(cut: _Cut, graph: _Graph) -> _Split | None:
     """The cut of one microbatch's graph; None if something about its nodes forbids it."""
-    if cut.whole:
-        return None
-    for place in cut.leaves:
-        # A hook would see the gradient twice: when it is taken in I, and when it is put back in W.
-        if nodes[place].variable._backward_hooks:  # type: ignore[attr-defined]
-            return None
-    points = []
-    in_python = False
-    for place, numbers, rule in cut.points:
+    nodes, rows = graph
+    points, keep = [], []
+    for place, row, numbers, rule, complete in cut.points:
         node = nodes[place]
         product = rule(node, numbers)
         if product is None:
             return None
-        edges = node.next_functions
-        in_python = in_python or any(isinstance(edges[number][0], BackwardCFunction) for number in numbers)
-        below = [GradientEdge(*edges[number]) for number in numbers]  # type: ignore[arg-type]
-        points.append(_Point(GradientEdge(node, 0), below, product))
-    return _Split(cut.now, [GradientEdge(nodes[place], 0) for place in cut.leaves], points, in_python)
+        edges = [GradientEdge(*rows[row][number]) for number in numbers]  # type: ignore[arg-type]
+        if any(isinstance(edge.node, BackwardCFunction) for edge in edges):
+            keep.append(node)
+        points.append(_Point([], edges, product, complete))
+    for point, at in zip(points, cut.points, strict=True):
+        _hand_over(nodes[at.node], point.output.append)
+    return _Split(
+        [nodes[place] for place in cut.now], [GradientEdge(nodes[place], 0) for place in cut.leaves], points, keep
+    )
+
+
+def _hand_over(node: Any, taker: Callable[[Any], None]) -> None:
+    """Give the gradient of a node's output to a function, when all hooks of that output have seen it.
+
+    What the engine itself hands over for an edge is the gradient before the hooks. ``register_prehook`` would do, and
+    take longer than all else that is done for a node.
+    """
+    carrier = torch.empty(0)
+    carrier._backward_hooks = {0: taker}
+    node._register_hook_dict(carrier)
+
+
+class _Unhooked:
+    """Leaves without the hooks of their tensors: these see the gradient when it is added, in W."""
+
+    def __init__(self, leaves: Sequence[GradientEdge]) -> None:
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for leaf in leaves:
+            if hooks := leaf.node.variable._backward_hooks:  # type: ignore[attr-defined]
+                self._hooks.append((hooks, dict(hooks)))
+
+    def __enter__(self) -> None:
+        for hooks, _ in self._hooks:
+            hooks.clear()
+
+    def __exit__(self, *_: object) -> None:
+        for hooks, kept in self._hooks:
+            hooks.update(kept)
 
 
 def _in_one_piece(
