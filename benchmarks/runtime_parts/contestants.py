@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 import penstock as ps
 from penstock.runtime import Pipeline
+from penstock.runtime.split_backward import SplitBackward, WeightBackward
 from runtime_parts.models import Model, loss_function
 
 if TYPE_CHECKING:
@@ -259,6 +261,31 @@ class Alone(Loop):
         """From this rank, or what has always been there."""
         tensor = self.ready.pop((stage, microbatch, direction), None)
         return self.arrived.detach() if tensor is None else tensor
+
+
+class AloneInHalves(Alone):
+    """The same with the halves that the schedule asks for, each made in our way: the price of splitting is in it."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.splits = {stage: SplitBackward() for stage in self.modules}
+        does = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
+        self.order = [(does[kind], stage, microbatch) for kind, stage, microbatch in case.order if kind in does]
+        self.left: dict[tuple[int, int], WeightBackward] = {}
+
+    def backward_input(self, stage: int, microbatch: int) -> None:
+        """I."""
+        x, y = self.saved.pop((stage, microbatch))
+        root, inputs = get_gradient_edge(y), [x] if stage else []
+        del y
+        found, left = self.splits[stage].input_backward([root], [self.gradient(stage, microbatch)], inputs)
+        self.left[stage, microbatch] = left
+        if stage:
+            self.ready[stage - 1, microbatch, "B"] = found[0]
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """W."""
+        self.left.pop((stage, microbatch))()
 
 
 def clear(contestant: Contestant) -> None:
