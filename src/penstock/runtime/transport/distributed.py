@@ -91,7 +91,11 @@ class DistributedTransport:
         return self._send([tensor if tensor.is_contiguous() else tensor.contiguous()], peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Post a receive into a tensor, which is contiguous."""
+        """Post a receive into a tensor, which is contiguous and exactly as large as what is sent.
+
+        Whoever sends has to see to that: gloo leaves the rest of a larger tensor as it was, and for a smaller one it
+        ends the whole process.
+        """
         return self._receive([tensor], peer, tag)
 
     def exchange(self, data: bytes) -> list[bytes]:

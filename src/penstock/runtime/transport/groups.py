@@ -48,7 +48,8 @@ class OwnGroup:
     """Connections between the ranks of a group, apart from all others.
 
     For gloo it is the bare backend: it costs less for each call than a process group, it is known to nobody else, and
-    its members need not have made the same number of other groups before. For any other backend it is a process group.
+    its members need not have made the same number of other groups before. For any other backend it is a process group,
+    for which they must have: torch names it by that number.
 
     Attributes:
         model: how they behave.
