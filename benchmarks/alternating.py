@@ -32,16 +32,17 @@ class Timing:
         return f"{self.median * 1e3:9.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f})"
 
 
-def alternate(*contestants: Callable[[], object], repeats: int) -> list[Timing]:
+def alternate(*contestants: Callable[[], object], repeats: int, shortest_turn: float = SHORTEST_TURN) -> list[Timing]:
     """Time the contestants in turn, after one run of each that does not count.
 
-    What is done in milliseconds is done again and again within its turn, and the mean counts: a single run of it would
-    measure how the one before has left the caches.
+    What is done in milliseconds is done again and again within its turn, and the mean counts: what it takes in a steady
+    state. With ``shortest_turn=0`` a turn is a single run, in caches that are as the other contestant and the garbage
+    collector have left them: what a first call takes.
     """
     runs = []
     for contestant in contestants:
         contestant()
-        runs.append(max(1, int(SHORTEST_TURN / _seconds(contestant, 1))))
+        runs.append(max(1, int(shortest_turn / _seconds(contestant, 1))))
     seconds: list[list[float]] = [[] for _ in contestants]
     for _ in range(repeats):
         for contestant, count, times in zip(contestants, runs, seconds, strict=True):
