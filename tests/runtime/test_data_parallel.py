@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate as replicate_around_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -464,3 +465,60 @@ def custom_reduction(rank, ranks):
 
 def test_a_reduction_of_the_users_own(workers):
     assert workers.run(custom_reduction) == [[0], [1], [0], [1]]
+
+
+class Normed(nn.Module):
+    """A weight made of two parameters, whose gradients W computes from the parameters themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+def train_with_one_active_stage(rank, ranks):
+    schedule = ps.build("InterleavedZeroBubble", ranks=2, microbatches=MICROBATCHES, stages_per_rank=2)
+    torch.manual_seed(4)
+    whole = nn.Sequential(*[Normed() for _ in range(4)]).double()
+    _, here = mesh().get_coordinate()
+    stages = schedule.placement.stages_of(here)
+    modules = {stage: fully_shard(copy.deepcopy(whole[stage]), mesh=mesh()["replica"]) for stage in stages}
+    lowered = ps.lower(schedule, max_active_stages=1)
+    pipe = Pipeline(modules, lowered, loss_fn=nn.functional.mse_loss, group=mesh().get_group("pipeline"))
+    x, y = batches(1)[0]
+    nn.functional.mse_loss(whole(x), y).backward()
+    pipe.step(*([x] if pipe.has_first else []), target=y if pipe.has_last else None)
+    for stage, module in modules.items():
+        for ours, theirs in zip(module.parameters(), whole[stage].parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=0, atol=1e-12)
+    pipe.close()
+
+
+def test_weight_gradients_that_need_the_parameters(workers):
+    workers.run(train_with_one_active_stage)
+
+
+def train_in_two_dimensions(rank, ranks):
+    """Shards on two processes, and two copies of each."""
+    dimensions = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    torch.manual_seed(4)
+    whole = nn.Sequential(Layer(), Layer()).double()
+    modules = {stage: fully_shard(copy.deepcopy(layer), mesh=dimensions) for stage, layer in enumerate(whole)}
+    alone = [dist.new_group([one]) for one in range(ranks)][rank]
+    schedule = ps.build("LoopedBFS", ranks=1, microbatches=2, stages_per_rank=2)
+    pipe = Pipeline(modules, schedule, loss_fn=nn.functional.mse_loss, group=alone)
+    x, y = batches(1)[0]
+    nn.functional.mse_loss(whole(x), y).backward()
+    pipe.step(x.chunk(4)[rank], target=y.chunk(4)[rank])
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.01), expected, rtol=1e-12, atol=0)
+    for stage, module in modules.items():
+        for ours, theirs in zip(module.parameters(), whole[stage].parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), theirs.grad, rtol=1e-9, atol=1e-12)
+    pipe.close()
+
+
+def test_shards_and_copies(workers):
+    workers.run(train_in_two_dimensions)
