@@ -157,6 +157,33 @@ def split_call(
     return arguments, keywords, targets
 
 
+def fitting(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target: Any,
+    microbatches: int,
+    args_spec: Spec = None,
+    kwargs_spec: Spec = None,
+    target_spec: Spec = None,
+) -> int:
+    """How many microbatches a batch can be split into: as many as asked for, or as it has samples.
+
+    >>> fitting((torch.arange(3),), {"scale": 2}, None, 4)
+    3
+    """
+    trees = [
+        _Tree.of("args", args, args_spec),
+        _Tree.of("kwargs", kwargs or {}, kwargs_spec),
+        _Tree.of("target", target, target_spec),
+    ]
+    counts = [
+        len(leaf) if isinstance(leaf, Microbatches) else _size(tree, index, microbatches)
+        for tree in trees
+        for index, leaf in enumerate(tree.leaves)
+    ]
+    return max(1, min([microbatches, *[count for count in counts if count is not None]]))
+
+
 def sizes(total: int, microbatches: int) -> list[int]:
     """How many of ``total`` samples go into each microbatch.
 

@@ -23,15 +23,16 @@ from penstock.runtime.data_parallel import in_step
 from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
-from penstock.runtime.microbatches import merge, samples, split_call
+from penstock.runtime.microbatches import fitting, merge, split_call
 from penstock.runtime.operations import Workplace
+from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program import Program, compiled, only_forwards
 from penstock.runtime.recording import Recording
 from penstock.runtime.scaling import Scaling
 from penstock.runtime.shared_losses import shared
 from penstock.runtime.stage import Stage
 from penstock.runtime.step import Step
-from penstock.runtime.telling import Telling
+from penstock.runtime.telling import Telling, failure_of
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.failing import dead_error
 from penstock.runtime.transport.threads import thread_transports
@@ -104,11 +105,7 @@ class Pipeline:
         verify: bool = True,
         timeout: float = 300.0,
     ) -> None:
-        if not isinstance(schedule, Schedule):
-            raise ScheduleError(f"a Pipeline runs a Schedule, e.g. penstock.build('1F1B', ...), not {schedule!r}")
-        check_reduction(loss_reduction, loss_weight)
-        _check_shapes(shapes)
-        self._stages = _stages(stages)
+        self.transport = transport or _transport(schedule, group, timeout)
         self._loss_fn, self._reduction, self._weight = loss_fn, loss_reduction, loss_weight
         self._specs = {"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec}
         self._output_spec = output_spec
@@ -118,13 +115,18 @@ class Pipeline:
         self._programs: dict[str, Program] = {}
         self._seen: Any = None
         self._record: Recording | None = None
-        self.compute = schedule
-        self.transport = transport or _transport(schedule, group, timeout)
-        self.schedule = self._lowered(schedule, self._model())
-        self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
+        self._edges: dict[int, Edge] | None = None
         self._share_losses = share_losses
-        self._check_stages()
-        self._begin()
+        with self._setting_up():
+            _check_schedule(schedule)
+            check_reduction(loss_reduction, loss_weight)
+            _check_shapes(shapes)
+            self._stages = _stages(stages)
+            self.compute = schedule
+            self.schedule = self._lowered(schedule, self._model())
+            self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
+            self._check_stages()
+            self._begin()
 
     @property
     def rank(self) -> int:
@@ -170,7 +172,8 @@ class Pipeline:
         with self._telling(training=True), torch.enable_grad(), self._around(training=True):
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
-            split = self._split(args, kwargs, target, self.schedule.microbatches)
+            batch = self._batch(args, kwargs, target)
+            split = split_call(*batch, self.schedule.microbatches, **self._specs_of(*batch))
             program = self._training(*split[:2])
             detached = Detached(*split[:2])
             step = Step(
@@ -205,9 +208,9 @@ class Pipeline:
         """
         self._check_usable()
         with self._telling(training=False), torch.no_grad(), self._around(training=False):
-            size = samples([(args, kwargs)], (self._specs["args_spec"], self._specs["kwargs_spec"]))[0]
-            count = min(self.schedule.microbatches, size) if args or kwargs else self.schedule.microbatches
-            split = self._split(args, kwargs, target, count)
+            batch = self._batch(args, kwargs, target)
+            count = fitting(*batch, self.schedule.microbatches, **self._specs_of(*batch))
+            split = split_call(*batch, count, **self._specs_of(*batch))
             missing = self.schedule.microbatches - count
             step = Step(
                 self.schedule.microbatches,
@@ -219,6 +222,21 @@ class Pipeline:
             self._evaluation(with_loss=target is not None).run(step, self.transport.progress)
         self._report(step, losses)
         return self._merged(step)
+
+    def check_parity(self, *args: Any, target: Any = None, **kwargs: Any) -> Parity:
+        """Compare this pipeline with the unsplit model, for one batch. All ranks call it, as they call ``step``.
+
+        Each rank runs its stages without a schedule and with whole backwards, then with backwards in two halves, then
+        ``step``. Random numbers are replayed; gradients, buffers and the random state are left as they were. Hooks of
+        parameters do run.
+
+        Returns:
+            How close gradients and losses are.
+
+        Raises:
+            StageError: if they differ by more than rounding, on every rank: it names the parameters and their modules.
+        """
+        return check_parity(self, args, kwargs, target)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -238,7 +256,7 @@ class Pipeline:
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run a function of your own for every action of a type; see ``penstock.runtime.custom``."""
-        if kind not in ComputationType:
+        if not isinstance(kind, ComputationType):
             raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
         self._custom[kind] = function
         self._programs.clear()
@@ -259,6 +277,15 @@ class Pipeline:
         self.close()
 
     # Setting up -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _setting_up(self) -> Iterator[None]:
+        """A mistake on one rank is told to the others, or they would wait for it."""
+        try:
+            yield
+        except Exception as error:
+            self.transport.fail(self.transport.explain(error) or failure_of(error, self.rank, None))
+            raise
 
     def _model(self) -> CommModel:
         """How communication behaves for the verifier: headers that are waited for make a lane of everything."""
@@ -313,7 +340,9 @@ class Pipeline:
         if self.has_first and self._shapes == INFERRED:
             self._check_seen(args)
         if "training" not in self._programs:
-            self._programs["training"] = self._compiled(self.schedule, self._edges(args, kwargs), self._loss_fn)
+            if self._edges is None:  # agreed by all ranks together, once
+                self._edges = self._agreed(args, kwargs)
+            self._programs["training"] = self._compiled(self.schedule, self._edges, self._loss_fn)
         return self._programs["training"]
 
     def _check_seen(self, args: Sequence[Any]) -> None:
@@ -355,7 +384,7 @@ class Pipeline:
         custom = Custom(self, workplace, self._custom) if record is None else record.custom(workplace, self._custom)
         return compiled(schedule, self.rank, custom.operation)
 
-    def _edges(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> dict[int, Edge]:
+    def _agreed(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> dict[int, Edge]:
         rank_of = self.schedule.placement.rank_of
         metas: agreeing.Metas | None = None
         if self._shapes == INFERRED:
@@ -383,7 +412,8 @@ class Pipeline:
 
     # In a step ------------------------------------------------------------------------------------------------------
 
-    def _split(self, args: Any, kwargs: Any, target: Any, count: int) -> tuple[list[Any], list[Any], list[Any]]:
+    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
+        """What is to be split, without what this rank does not need."""
         if self.has_first and not args and not kwargs:
             raise MicrobatchError(f"rank {self.rank} has the first stage: call step with its arguments", name="args")
         if args and not self.has_first:
@@ -392,7 +422,12 @@ class Pipeline:
                 f"{self.schedule.placement.rank_of[0]}; a stage gets its own from the stage before",
                 name="args",
             )
-        return split_call(args, kwargs, target if self.has_last else None, count, **self._specs)
+        return args, kwargs, target if self.has_last else None
+
+    def _specs_of(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
+        """The specs of what there is here; they are given for all ranks."""
+        given = {"args_spec": bool(args), "kwargs_spec": bool(kwargs), "target_spec": target is not None}
+        return {name: self._specs[name] if there else None for name, there in given.items()}
 
     def _shares(self, targets: Sequence[Any]) -> Sequence[float]:
         scale = 1.0 if self._scaling is None else self._scaling.begin()
@@ -463,12 +498,18 @@ def _stages(stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage]) -> 
 def _transport(schedule: Schedule, group: dist.ProcessGroup | None, timeout: float) -> Transport:
     if dist.is_available() and dist.is_initialized():
         return DistributedTransport(group, timeout=timeout)
+    _check_schedule(schedule)
     if schedule.ranks == 1:
         return thread_transports(1)[0]
     raise StageError(
         f"the schedule is for {schedule.ranks} ranks and there is no process group: start with "
         "'penstock run --ranks N script.py' or torchrun, and call torch.distributed.init_process_group"
     )
+
+
+def _check_schedule(schedule: object) -> None:
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"a Pipeline runs a Schedule, e.g. penstock.build('1F1B', ...), not {schedule!r}")
 
 
 def _check_shapes(shapes: object) -> None:
