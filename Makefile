@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup demo test test-full browser lint bench format clean
 
 help:
-	@echo "make demo       show what penstock does"
+	@echo "make demo       train a small GPT on four local processes"
 	@echo "make test       everything that CI checks"
 	@echo "make test-full  the same with the slow sweeps"
 	@echo "make bench      the benchmarks, against the installed torch"

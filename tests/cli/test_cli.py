@@ -357,17 +357,7 @@ def test_a_file_of_another_kind_is_not_an_unknown_schedule(tmp_path):
     assert penstock("show", "gpipe", cwd=tmp_path).returncode == 0
 
 
-def test_demo():
-    result = penstock("demo")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "rank 3" in result.stdout
-    facts = json.loads(penstock("demo", "--json").stdout)
-    assert [fact["schedule"] for fact in facts] == ["1F1B", "ZB-H1", "ZBVZeroBubble"]
-    assert all(fact["findings"] == [] and fact["read_back_equal"] for fact in facts)
-    assert all(fact["safe_under"] == fact["models"] == 12 for fact in facts)
-
-
-@pytest.mark.parametrize("command", ["show", "check", "convert", "demo"])
+@pytest.mark.parametrize("command", ["show", "check", "convert", "run", "demo"])
 def test_help_has_an_example(command):
     told = penstock(command, "--help").stdout
     assert f"Example: penstock {command}" in told

@@ -201,3 +201,20 @@ def test_an_error_in_the_listener_ends_the_processes(script):
         launch([sys.executable, script(STAYS)], 1, hear=hear)
     assert len(processes) == 2
     assert gone(processes)
+
+
+def test_the_script_of_the_readme_runs_under_both(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    path = tmp_path / "train.py"
+    path.write_text(readme.partition("This is a complete script:\n\n```python\n")[2].partition("```")[0])
+    ours = penstock("run", "--ranks", "4", str(path), limit=240)
+    assert (ours.returncode, ours.stderr) == (0, "")
+    told = [line.removeprefix("rank 0: ") for line in ours.stdout.splitlines()]
+    losses = [float(re.fullmatch(rf"step {step} loss (0\.\d{{4}})", line)[1]) for step, line in enumerate(told)]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] / 3
+    command = [str(Path(PENSTOCK).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    theirs = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    assert theirs.returncode == 0, theirs.stderr
+    assert [float(line.split()[-1]) for line in theirs.stdout.splitlines()] == pytest.approx(losses, abs=2e-3)

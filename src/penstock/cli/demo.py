@@ -1,105 +1,239 @@
-"""``penstock demo``: schedules built, drawn, lowered, proved, simulated and written, in a second."""
+"""``penstock demo``: a small GPT, trained on local processes with the schedule of your choice."""
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Annotated, Any, Final
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
 
+from penstock.cli.launch import launch
 from penstock.cli.painting import Picture
 from penstock.cli.show import echo
-from penstock.cli.source import Json
+from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.cli.terminal import fitted, terminal
-from penstock.ir.formats import FORMATS, read
+from penstock.errors import RunError, ScheduleError
+from penstock.ir.actions import FORWARD
+from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
-from penstock.schedules.registry import build
+from penstock.simulation.costs import Costs
 from penstock.simulation.simulate import simulate
+from penstock.simulation.timeline import Timeline
 from penstock.verification.check import check, safe_models
 
-if TYPE_CHECKING:
-    from penstock.ir.schedule import Schedule
-
-RANKS = 4
-MICROBATCHES = 6
-SHOWN = ("1F1B", "ZB-H1", "ZBVZeroBubble")
+#: What every rank runs; a module of the layer that has torch, so it is only named here.
+TRAINING: Final = "penstock.runtime.demo"
+#: How many lines tell of the losses, where there is no terminal to draw in.
+REPORTS: Final = 10
 
 
-class Facts(NamedTuple):
-    """What was seen of a schedule, not claimed."""
+def demo(
+    schedule: Annotated[
+        str, typer.Option("--schedule", metavar="NAME|FILE", help="A schedule, or a .csv, .json or .txt file.")
+    ] = "ZBVZeroBubble",
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="How many steps to train.")] = 120,
+    machine: Json = False,
+) -> None:
+    """Train a small GPT on local processes, and compare what was predicted with what was measured.
 
-    schedule: str
-    actions_when_lowered: int
-    findings: list[str]
-    safe_under: int
-    models: int
-    read_back_equal: bool
-    makespan: float
-    bubble_rate: float
-    peak_memory: float
+    It learns to write Python from the source of the standard library, byte by byte. The schedule is proved before a
+    process starts, and the gradients of the first step are compared with those of the model in one piece.
 
-    @property
-    def good(self) -> bool:
-        """Whether all of it is as it should be."""
-        return not self.findings and self.safe_under == self.models and self.read_back_equal
-
-
-def demo(machine: Json = False) -> None:
-    """Show three schedules, prove that they run, and predict what they take.
-
-    Example: penstock demo
+    Example: penstock demo --ranks 2 --schedule 1F1B
     """
-    console = terminal()
-    seen = []
-    for name in SHOWN:
-        schedule = build(name, ranks=RANKS, microbatches=MICROBATCHES)
-        seen.append(_facts(name, schedule))
-        if not machine:
-            echo(console, Picture(schedule, aligned=None, width=fitted(console)))
-            console.print(_told(seen[-1]), "\n", sep="", soft_wrap=True)
+    chosen = schedule_from(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    _check_trainable(schedule, chosen)
+    console = Console(quiet=True) if machine else terminal()
+    facts = _proved(console, chosen)
+    listener = _Listener(console, steps)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, listener.shown():
+        path = Path(folder, "schedule.json")
+        chosen.write(path)
+        command = [sys.executable, "-P", "-m", TRAINING, str(path), str(steps)]
+        outcome = launch(command, chosen.ranks, hear=listener.hear)
+    if outcome.told and listener.gradients_are_right is not False:
+        typer.echo(f"penstock: {outcome.told}", err=True)
+    facts |= listener.facts | {"seconds": time.monotonic() - begun}
+    if listener.recorded is not None:
+        timeline = simulate(chosen, Costs.from_dict(listener.recorded["costs"]))
+        facts |= {"predicted": _predicted(timeline), "measured": _measured(listener.recorded)}
+        _compare(console, timeline, listener.recorded)
     if machine:
-        typer.echo(json.dumps([facts._asdict() for facts in seen], indent=2))
-    else:
-        console.print(
-            "Next: penstock compare, penstock view 1F1B ZBVZeroBubble, or in Python: import penstock as ps",
-            soft_wrap=True,
-        )
-    if not all(facts.good for facts in seen):
+        typer.echo(json.dumps(facts, indent=2))
+    if outcome.code != 0 or listener.recorded is None:
         raise typer.Exit(1)
 
 
-def _facts(name: str, schedule: Schedule) -> Facts:
-    lowered = lower(schedule)
-    models = safe_models(lowered)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder, f"schedule{suffix}") for suffix in FORMATS]
-        for path in paths:
-            lowered.write(path)
-        same = all(read(path) == lowered for path in paths)
+def _check_trainable(name: str, schedule: Schedule) -> None:
+    if all(
+        leaf.computation_type is FORWARD for row in schedule.actions for cell in row if cell for leaf in cell.leaves
+    ):
+        raise ScheduleError(f"{name} has no backwards, so nothing would be learnt; try --schedule 1F1B")
+    if find_spec("torch") is None:
+        raise RunError("the demo trains with torch, which is not installed: pip install 'penstock[torch]'")
+
+
+def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
+    """Draw the schedule, and prove it."""
+    echo(console, Picture(schedule, aligned=None, width=fitted(console)))
+    lowered = lower(schedule) if schedule.compute_only else schedule
     findings = [str(finding) for finding in check(lowered)]
-    timeline = simulate(lowered)
-    return Facts(
-        name,
-        sum(map(len, lowered.actions)),
-        findings,
-        sum(models.values()),
-        len(models),
-        same,
-        timeline.makespan,
-        timeline.bubble_rate,
-        max(timeline.peak_memory),
+    models, timeline = safe_models(lowered), simulate(schedule)
+    actions = sum(map(len, lowered.actions))
+    told = "complete, ordered, free of deadlock" if not findings else "; ".join(findings)
+    safe = f"{sum(models.values())} of {len(models)} communication models"
+    console.print(
+        Text(
+            f"lowered to {actions} actions: {told} (under {safe})\n"
+            f"if F, I and W took the same: {timeline.bubble_rate:.1%} bubble, "
+            f"{max(timeline.peak_memory):g} activations held at most\n"
+        ),
+        soft_wrap=True,
+    )
+    return {
+        "schedule": schedule.metadata.get("name"),
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "actions_when_lowered": actions,
+        "findings": findings,
+    }
+
+
+class _Listener:
+    """Hears what the ranks write, and shows it."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._tokens = 0
+        self._seconds = 0.0
+        self._losses: list[float] = []
+        self._gradients: dict[str, Any] | None = None
+        self._bar: Progress | None = None
+        self.recorded: dict[str, Any] | None = None
+
+    @property
+    def gradients_are_right(self) -> bool | None:
+        """Whether they are; None if they have not been compared."""
+        return None if self._gradients is None else self._gradients["right"]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For machines."""
+        rate = self._tokens * (len(self._losses) - 1) / self._seconds if self._seconds else None
+        return {"losses": self._losses, "gradients": self._gradients, "tokens_per_second": rate}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """A bar in the terminal, if it is one."""
+        if not self._console.is_terminal:
+            yield
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[told]}"),
+        )
+        # It is drawn when something happens: a thread of its own would be forked into the ranks.
+        with Progress(*columns, console=self._console, auto_refresh=False, expand=True) as self._bar:
+            self._bar.add_task("", total=self._steps, told="starting")
+            self._bar.refresh()
+            yield
+
+    def hear(self, rank: int, is_error: bool, line: str) -> None:
+        """A line of a rank: an event, or whatever it has to say."""
+        event = None if is_error or not line.startswith("{") else json.loads(line)
+        if event is None:
+            Console(stderr=True, highlight=False).print(Text(f"rank {rank}: {line}"), soft_wrap=True)
+            return
+        {"start": self._start, "gradients": self._compared, "step": self._step, "recorded": self._finished}[
+            event.pop("event")
+        ](event)
+
+    def _start(self, facts: dict[str, Any]) -> None:
+        self._tokens = facts["tokens"]
+        self._print(f"a GPT of {facts['parameters']:,} parameters, {facts['tokens']:,} bytes of Python in a step")
+
+    def _compared(self, facts: dict[str, Any]) -> None:
+        self._gradients = facts
+        verdict = "are those of the unsplit model" if facts["right"] else "are not those of the unsplit model"
+        self._print(
+            f"gradients of the first step {verdict}: largest difference {facts['difference']:.1e}, "
+            f"largest gradient {facts['largest']:.1e}"
+        )
+
+    def _step(self, facts: dict[str, Any]) -> None:
+        self._losses.append(facts["loss"])
+        if len(self._losses) > 1:  # before the first, shapes are agreed
+            self._seconds += facts["seconds"]
+        number, last = facts["step"], facts["step"] == self._steps
+        if self._bar is not None:
+            told = f"loss {facts['loss']:.3f}  {self._tokens / facts['seconds']:,.0f} tokens/s"
+            self._bar.update(self._bar.task_ids[0], completed=number, told=told)
+            self._bar.refresh()
+        elif number == 1 or last or number % max(1, self._steps // REPORTS) == 0:
+            self._print(f"step {number} loss {facts['loss']:.3f}")
+
+    def _finished(self, facts: dict[str, Any]) -> None:
+        self.recorded = facts
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+
+def _predicted(timeline: Timeline) -> dict[str, Any]:
+    return _figures(timeline.makespan, timeline.busy, timeline.idle, timeline.extent.end.tolist())
+
+
+def _measured(recorded: dict[str, Any]) -> dict[str, Any]:
+    return _figures(recorded["makespan"], recorded["busy"], recorded["idle"], recorded["ends"])
+
+
+def _figures(makespan: float, busy: Any, idle: Any, ends: Any) -> dict[str, Any]:
+    rows = zip(busy, idle, ends, strict=True)
+    return {"makespan": makespan, "ranks": [dict(zip(("busy", "idle", "ends"), row, strict=True)) for row in rows]}
+
+
+def _compare(console: Console, timeline: Timeline, recorded: dict[str, Any]) -> None:
+    """Predicted beside measured, for every rank."""
+    predicted, measured = _predicted(timeline), _measured(recorded)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rank", justify="right")
+    for title in ("busy", "idle", "ends"):
+        for kind in ("predicted", "measured"):
+            table.add_column(f"{title}\n{kind}", justify="right")
+    for rank, (said, seen) in enumerate(zip(predicted["ranks"], measured["ranks"], strict=True)):
+        figures = [_milliseconds(facts[title]) for title in ("busy", "idle", "ends") for facts in (said, seen)]
+        table.add_row(str(rank), *figures)
+    console.print()
+    console.print(table)
+    apart = predicted["makespan"] / measured["makespan"] - 1
+    console.print(
+        Text(
+            f"a step: predicted {_milliseconds(predicted['makespan'])}, measured {_milliseconds(measured['makespan'])} "
+            f"({apart:+.0%}); simulated with what each action took, waiting left out, in {recorded['steps']} steps\n"
+            f"of this run, while {timeline.schedule.ranks} ranks shared the cores of this machine"
+        ),
+        soft_wrap=True,
     )
 
 
-def _told(facts: Facts) -> str:
-    """In a line."""
-    runs = "complete, ordered, free of deadlock" if not facts.findings else "; ".join(facts.findings)
-    files = "reads back equal from every format" if facts.read_back_equal else "does not read back equal"
-    return (
-        f"lowered to {facts.actions_when_lowered} actions: {runs}; "
-        f"safe under {facts.safe_under} of {facts.models} communication models; {files}; "
-        f"simulated with F, I and W of 1: makespan {facts.makespan:g}, {facts.bubble_rate:.1%} of it bubble, "
-        f"{facts.peak_memory:g} activations held at most"
-    )
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

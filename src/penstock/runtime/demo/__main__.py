@@ -1,0 +1,144 @@
+"""One rank of the demo. ``penstock demo`` starts it, and reads the JSON that it writes, an event in a line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.ir.formats import read
+from penstock.runtime.demo.model import CONTEXT, cut, layers, loss_of
+from penstock.runtime.demo.text import Text
+from penstock.runtime.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: Samples in a microbatch.
+SAMPLES = 4
+#: The least blocks that the model has; with more stages, as many as those.
+BLOCKS = 8
+RATE = 3e-3
+#: How many steps are recorded, at the end.
+RECORDED = 5
+#: How far gradients may be apart, as a share of the largest: both are sums of float32 numbers, in another order.
+TOLERANCE = 1e-4
+
+
+class Training:
+    """The part of the training that is on this rank."""
+
+    def __init__(self, schedule_file: str, steps: int) -> None:
+        self.schedule = read(schedule_file)
+        self.steps = steps
+        blocks = max(BLOCKS, self.schedule.stages)
+        self._whole = layers(blocks)
+        self._cut = cut(blocks, self.schedule.stages)
+        self._unsplit = nn.Sequential(*copy.deepcopy(self._whole))
+        mine = self.schedule.placement.stages_of(dist.get_rank())
+        stages = {stage: nn.Sequential(*(self._whole[layer] for layer in self._cut[stage])) for stage in mine}
+        self.pipe = Pipeline(stages, self.schedule, loss_fn=loss_of)
+        self._parameters = [weight for stage in stages.values() for weight in stage.parameters()]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=RATE, betas=(0.9, 0.95))
+        self._text = Text()
+
+    @property
+    def size(self) -> int:
+        """How many samples there are in a batch."""
+        return SAMPLES * self.schedule.microbatches
+
+    def run(self) -> bool:
+        """Train; returns whether all was right."""
+        self._tell(
+            "start",
+            model=str(self.pipe.transport.model),
+            parameters=sum(weight.numel() for weight in self._unsplit.parameters()),
+            tokens=self.size * CONTEXT,
+        )
+        self._step(0)
+        if not self._gradients_are_right():
+            return False
+        self._optimizer.step()
+        recorded = min(RECORDED, max(1, self.steps // 2))
+        for step in range(1, self.steps - recorded):
+            self._step(step)
+            self._optimizer.step()
+        with self.pipe.recording() as record:
+            for step in range(max(1, self.steps - recorded), max(2, self.steps)):
+                self._step(step)
+                self._optimizer.step()
+        self._tell(
+            "recorded",
+            costs=record.costs().to_dict(),
+            steps=len(record.steps),
+            makespan=record.makespan,
+            busy=record.busy,
+            idle=record.idle,
+            ends=record.ends,
+        )
+        return True
+
+    def _step(self, number: int) -> None:
+        self._optimizer.zero_grad()
+        tokens, target = self._text.batch(number, self.size, CONTEXT)
+        losses: list[Tensor] = []
+        begin = time.perf_counter()
+        self.pipe.step(*([tokens] if self.pipe.has_first else []), target=target, losses=losses, return_outputs=False)
+        if losses:
+            loss = torch.stack(losses).mean().item()
+            self._tell("step", step=number + 1, loss=loss, seconds=time.perf_counter() - begin)
+
+    def _gradients_are_right(self) -> bool:
+        """Compare those of the first step with what the model computes in one piece."""
+        tokens, target = self._text.batch(0, self.size, CONTEXT)
+        torch.autograd.backward(loss_of(self._unsplit(tokens), target))
+        mine = [layer for stage in self.pipe.stages for layer in self._cut[stage]]
+        split = {f"{layer}.{name}": weight for layer in mine for name, weight in self._whole[layer].named_parameters()}
+        found = differences(split, dict(self._unsplit.named_parameters()))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        difference, largest = found.tolist()
+        right = bool(difference <= TOLERANCE * largest)
+        self._tell("gradients", difference=difference, largest=largest, tolerance=TOLERANCE, right=right)
+        del self._unsplit
+        return right
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        """Let the command know; the rank that has the losses does that."""
+        if self.pipe.has_last:
+            sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
+            sys.stdout.flush()
+
+
+def differences(split: Mapping[str, Tensor], unsplit: Mapping[str, Tensor]) -> Tensor:
+    """The largest difference of two gradients of the same parameter, and the largest gradient."""
+    found = torch.zeros(2, dtype=torch.float64)
+    for name, weight in split.items():
+        expected = unsplit[name].grad
+        if weight.grad is None or expected is None:
+            found[0] = torch.inf
+            continue
+        apart = (weight.grad.double() - expected.double()).abs().max().nan_to_num(torch.inf)
+        found = torch.maximum(found, torch.stack([apart, expected.double().abs().max()]))
+    return found
+
+
+def main() -> None:
+    """Train as the arguments say: the file of a schedule, and the number of steps."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save, and nothing to say
+    dist.init_process_group("gloo")
+    training = Training(sys.argv[1], int(sys.argv[2]))
+    with training.pipe:
+        right = training.run()
+    dist.destroy_process_group()
+    sys.exit(0 if right else 1)
+
+
+if __name__ == "__main__":
+    main()
