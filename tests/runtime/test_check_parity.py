@@ -1,0 +1,325 @@
+"""``pipe.check_parity``: right pipelines pass, wrong modules are named, and nothing is left behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import penstock as ps
+from penstock.errors import StageError
+from penstock.ir.actions import ComputationType
+from penstock.runtime import Pipeline, Stage, run_in_threads
+from penstock.runtime.parity import Parity
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.narrow(self.widen(self.norm(x)).relu()))
+
+
+class Forgetful(torch.autograd.Function):
+    """A product whose backward is right the first time that it is asked for both gradients, and never for one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        in_halves = not torch.autograd._is_checkpoint_valid()  # the engine has been asked for certain gradients
+        return gradient @ w.t(), x.t() @ gradient * (1.5 if in_halves else 1)
+
+
+class Bad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Forgetful.apply(x, self.weight)
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * torch.rand(WIDTH, generator=self.generator, dtype=x.dtype)
+
+
+class Several(nn.Module):
+    """More than a tensor between stages."""
+
+    def forward(self, x: torch.Tensor, other: Any = None) -> Any:
+        previous = 0 if other is None else other["previous"][0]
+        return x * 1.5 + previous, {"previous": [x.t().contiguous().t() * 0.5, torch.arange(3), None]}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(7, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, y
+
+
+def probe(
+    make: Callable[[int], nn.Module],
+    name: str,
+    ranks: int = 1,
+    prepare: Callable[[Pipeline], None] | None = None,
+    **options: Any,
+) -> list[Parity | StageError]:
+    """What each rank gets from the probe, in threads."""
+    schedule = ps.build(name, ranks=ranks, microbatches=3, **options)
+    torch.manual_seed(0)
+    modules = [make(index).double() for index in range(schedule.stages)]
+
+    def run(transport: Any) -> Parity | StageError:
+        mine = {index: modules[index] for index in schedule.placement.stages_of(transport.rank)}
+        pipe = Pipeline(mine, schedule, loss_fn=mse_loss, transport=transport)
+        if prepare is not None:
+            prepare(pipe)
+        x, y = batch()
+        args = (x,) if pipe.has_first else ()
+        try:
+            return pipe.check_parity(*args, target=y if pipe.has_last else None)
+        except StageError as error:
+            return error
+
+    return run_in_threads(run, ranks, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("GPipe", 1), ("1F1B", 2), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 1), ("ZBVZeroBubble", 2), ("DualPipeV", 2)],
+)
+def test_right_modules_pass(name: str, ranks: int) -> None:
+    found = probe(lambda _: Block(), name, ranks)
+    assert all(isinstance(one, Parity) for one in found)
+    assert all(one.differences == found[0].differences for one in found), "the same on every rank"
+    assert not found[0].wrong
+    assert found[0].largest < 1e-9
+    stages = {one.stage for one in found[0].differences}
+    assert stages == set(range(max(stages) + 1))
+    ways = {one.way for one in found[0].differences if one.name == "norm.weight"}
+    assert ways == {"in halves", "scheduled"}
+    assert sum(one.name == "loss" for one in found[0].differences) == 3
+    assert "are those of the unsplit model" in str(found[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_random_numbers_are_replayed(ranks: int) -> None:
+    for one in probe(lambda _: Block(dropout=0.5), "ZBVZeroBubble", ranks):
+        assert isinstance(one, Parity), one
+
+
+def test_buffers_that_a_forward_changes() -> None:
+    def make(_: int) -> nn.Module:
+        return nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.BatchNorm1d(WIDTH, momentum=0.5)
+        )
+
+    for one in probe(make, "ZBVZeroBubble", 2):
+        assert isinstance(one, Parity), one
+
+
+def test_containers_between_stages() -> None:
+    def make(index: int) -> nn.Module:
+        if index < 3:
+            return nn.Sequential(Several()) if index == 0 else Several()
+
+        class Last(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
+                return self.layer(x + other["previous"][0])
+
+        return Last()
+
+    for one in probe(make, "Interleaved1F1B", 2):
+        assert isinstance(one, Parity), one
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_that_is_wrong_in_halves_is_named_on_every_rank(ranks: int) -> None:
+    """The others are not: what they get from it is right."""
+
+    def make(index: int) -> nn.Module:
+        return nn.Sequential(Block(), Bad()) if index == 1 else Block()
+
+    found = probe(make, "ZBVZeroBubble", ranks)
+    for error in found:
+        assert isinstance(error, StageError)
+        assert error.stage == 1
+        assert "stage 1, 1.weight of Bad: when its backward runs in two halves the largest difference is" in str(error)
+        assert "stage 1, 1.weight of Bad: with the schedule" in str(error)
+        assert str(error).startswith("2 of ")
+        assert "itself" not in str(error)
+    assert len({str(error) for error in found}) == 1
+
+
+def test_a_module_that_is_wrong_in_halves_passes_where_nothing_is_split() -> None:
+    """The schedule is right then; the halves are told of all the same."""
+    (error,) = probe(lambda _: nn.Sequential(Bad()), "GPipe")
+    assert isinstance(error, Parity), "the first stage has no input, and so its backward is not cut"
+    found = probe(lambda _: nn.Sequential(Block(), Bad()), "1F1B", 2)
+    assert isinstance(found[0], StageError)
+    assert "two halves" in str(found[0])
+    assert "with the schedule" not in str(found[0])
+
+
+def test_a_weight_gradient_of_ones_own_that_is_mixed_up() -> None:
+    """It keeps what the last backward has left, which is wrong when another backward comes before W."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.last: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.weight.detach() if x.requires_grad else (x.requires_grad_() @ self.weight.detach())
+            y.register_hook(lambda gradient: setattr(self, "last", (x.detach(), gradient)))
+            return y
+
+        def weight_backward(self) -> Callable[[], None]:
+            def run() -> None:
+                x, gradient = self.last
+                made = x.t() @ gradient
+                self.weight.grad = made if self.weight.grad is None else self.weight.grad + made
+
+            return run
+
+    schedule = ps.build("ZBVZeroBubble", ranks=1, microbatches=3)
+    torch.manual_seed(0)
+    own = Own().double()
+    stages = [Stage(0, Block().double()), Stage(1, own, dw_builder=own.weight_backward)]
+    rows = [part for action in schedule.actions[0] for part in action.leaves]
+    late = [part for part in rows if part.computation_type is ComputationType.BACKWARD_WEIGHT]
+    rest = [part for part in rows if part.computation_type is not ComputationType.BACKWARD_WEIGHT]
+    schedule = ps.Schedule([[*rest, *late]], placement=schedule.placement, microbatches=3)
+    with Pipeline(stages, schedule, loss_fn=mse_loss) as pipe:
+        x, y = batch()
+        with pytest.raises(StageError, match=r"stage 1, weight of Own: with the schedule") as caught:
+            pipe.check_parity(x, target=y)
+    assert "stage 0" not in str(caught.value)
+
+
+def test_a_custom_action_that_forgets_something() -> None:
+    def forgetting(action: Any, context: Any) -> None:
+        if action.microbatch_index != 1 or action.stage_index != 0:
+            context.run(action)
+
+    def prepare(pipe: Pipeline) -> None:
+        pipe.register_custom_function(ComputationType.BACKWARD_WEIGHT, forgetting)
+
+    (error,) = probe(lambda _: Block(), "ZBVZeroBubble", prepare=prepare)
+    assert isinstance(error, StageError)
+    assert "stage 0, narrow.bias of Linear: with the schedule" in str(error)
+    assert "two halves" not in str(error)
+
+
+def test_a_model_that_is_random_is_told() -> None:
+    for error in probe(lambda index: Noisy() if index else Block(), "ZBVZeroBubble", 2):
+        assert isinstance(error, StageError)
+        assert "draws random numbers of its own" in str(error)
+
+
+def test_everything_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = [nn.Sequential(Block(0.5), nn.BatchNorm1d(WIDTH)).double() for _ in range(2)]
+    schedule = ps.build("ZBVZeroBubble", ranks=1, microbatches=3)
+    x, y = batch()
+    x.requires_grad_()
+    with Pipeline(dict(enumerate(model)), schedule, loss_fn=mse_loss) as pipe:
+        pipe.step(x, target=y)
+        kept = [one.grad for one in (*model[0].parameters(), *model[1].parameters(), x)]
+        values = [one.clone() for one in kept]
+        buffers = [one.clone() for module in model for one in module.buffers()]
+        state = torch.get_rng_state()
+        pipe.check_parity(x, target=y)
+        for one, before, value in zip((*model[0].parameters(), *model[1].parameters(), x), kept, values, strict=True):
+            assert one.grad is before
+            assert torch.equal(before, value)
+        for one, value in zip((one for module in model for one in module.buffers()), buffers, strict=True):
+            assert torch.equal(one, value)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
+        pipe.step(x, target=y)
+
+
+def test_float32() -> None:
+    torch.manual_seed(0)
+    model = [Block() for _ in range(2)]
+    schedule = ps.build("ZBVZeroBubble", ranks=1, microbatches=3)
+    x, y = (one.float() for one in batch())
+    with Pipeline(dict(enumerate(model)), schedule, loss_fn=mse_loss) as pipe:
+        assert pipe.check_parity(x, target=y).largest < 1e-3
+
+
+def test_gradients_that_are_not_numbers_are_the_same_ones() -> None:
+    class Broken(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.tensor([1.0, float("nan"), 1.0, 1.0])
+
+    (found,) = probe(lambda _: Broken(), "ZBVZeroBubble")
+    assert isinstance(found, Parity), found
+
+
+def test_one_parameter_in_two_stages() -> None:
+    shared = nn.Linear(WIDTH, WIDTH)
+    (found,) = probe(lambda _: nn.Sequential(Block(), shared), "ZBVZeroBubble")
+    assert isinstance(found, Parity), found
+
+
+def test_a_schedule_without_backwards() -> None:
+    schedule = ps.build("GPipe", ranks=1, microbatches=2)
+    rows = [[one for one in row if one.computation_type is ComputationType.FORWARD] for row in schedule.actions]
+    schedule = ps.Schedule(rows, placement=schedule.placement, microbatches=2)
+    with (
+        Pipeline({0: Block().double()}, schedule) as pipe,
+        pytest.raises(StageError, match="this schedule has no backward"),
+    ):
+        pipe.check_parity(batch()[0])
+
+
+def in_processes(rank: int, ranks: int, bad: bool, *, group: Any) -> str:
+    schedule = ps.build("ZBVZeroBubble", ranks=ranks, microbatches=3)
+    modules = {}
+    for index in schedule.placement.stages_of(rank):
+        torch.manual_seed(index)
+        modules[index] = (nn.Sequential(Block(0.5), Bad()) if bad and index == 2 else Block(0.5)).double()
+    with Pipeline(modules, schedule, loss_fn=mse_loss, group=group) as pipe:
+        x, y = batch()
+        args = (x,) if pipe.has_first else ()
+        try:
+            return str(pipe.check_parity(*args, target=y if pipe.has_last else None))
+        except StageError as error:
+            return str(error)
+
+
+def test_processes(workers: Any) -> None:
+    found = workers.run(in_processes, False, ranks=2)
+    assert "are those of the unsplit model" in found[0]
+    assert found[0] == found[1]
+    found = workers.run(in_processes, True, ranks=2)
+    assert "stage 2, 1.weight of Bad" in found[0]
+    assert found[0] == found[1]
