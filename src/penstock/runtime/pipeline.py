@@ -161,7 +161,7 @@ class Pipeline:
         Args:
             *args: what the first stage is called with; needed on its rank, left out elsewhere.
             target: needed on the rank of the last stage.
-            losses: gets the loss of each microbatch, in order, on the rank of the last stage.
+            losses: gets the loss of each microbatch, in order: at the last stage; with ``share_losses`` on all ranks.
             return_outputs: whether to keep and merge the outputs.
             **kwargs: keyword arguments of the stages on this rank.
 
