@@ -48,10 +48,10 @@ class CommModel:
     @property
     def capacity(self) -> int | None:
         """How many messages a lane buffers: 0 for rendezvous, None for any number."""
-        if self.buffering == EAGER:
-            return None
+        if self.buffering == RENDEZVOUS:
+            return 0
         found = _BOUNDED.fullmatch(self.buffering)
-        return int(found.group(1)) if found else 0
+        return int(found.group(1)) if found else None
 
     def __str__(self) -> str:
         return f"{self.buffering}, a lane per {self.lanes}"

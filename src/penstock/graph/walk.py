@@ -51,17 +51,19 @@ def worth_compiling(work: int) -> bool:
 
 
 def _plain(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> list[int]:
-    after: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
-    for node, edge in zip(source.tolist(), zip(target.tolist(), weight.tolist(), strict=True), strict=True):
+    after: list[list[int]] = [[] for _ in range(nodes)]
+    for edge, node in enumerate(source.tolist()):
         after[node].append(edge)
+    targets, weights = target.tolist(), weight.tolist()
     awaited = np.bincount(target, minlength=nodes)
-    ready, missing = np.flatnonzero(awaited == 0).tolist(), awaited.tolist()
+    ready, missing = (awaited == 0).nonzero()[0].tolist(), awaited.tolist()
     start = [0] * nodes
     for node in ready:  # grows while it is walked
         begin = start[node]
-        for other, length in after[node]:
-            if begin + length > start[other]:
-                start[other] = begin + length
+        for edge in after[node]:
+            other, when = targets[edge], begin + weights[edge]
+            if when > start[other]:
+                start[other] = when
             left = missing[other] = missing[other] - 1
             if not left:
                 ready.append(other)

@@ -33,6 +33,8 @@ class ComputationType(StrEnum):
     OVERLAP_F_B = "OVERLAP_F_B"
     REDUCE_GRAD = "REDUCE_GRAD"
 
+    __hash__ = str.__hash__  # it equals its value, so it is found under its value; and it need not be computed
+
 
 FORWARD: Final = ComputationType.FORWARD
 BACKWARD_INPUT: Final = ComputationType.BACKWARD_INPUT

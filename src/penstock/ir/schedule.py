@@ -147,7 +147,7 @@ class Schedule:
         put(self, "_offsets", offsets)
         put(self, "_rows", {})
         put(self, "_hash", None)
-        put(self, "_metadata", MappingProxyType(deepcopy(dict(metadata or {}))))
+        put(self, "_metadata", MappingProxyType(_copied(metadata or {})))
         put(self, "_placement", placement or _derived_placement(rows))
         if microbatches is None:
             microbatches = packed.largest(codes)[1] + 1
@@ -338,6 +338,11 @@ class _Rows(Sequence[Row]):
 def _frozen(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     """A copy that nobody can make writeable again."""
     return np.frombuffer(np.ascontiguousarray(numbers, np.int64).tobytes(), np.int64)
+
+
+def _copied(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that shares nothing that can be changed."""
+    return {key: value if isinstance(value, str) else deepcopy(value) for key, value in metadata.items()}
 
 
 def _in_rank_order(rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]) -> list[Iterable[Cell]]:
