@@ -159,6 +159,30 @@ def test_evaluation_with_keywords():
         assert torch.allclose(output, wanted, atol=1e-6)
 
 
+class Passing(nn.Linear):
+    """Hands on what it was given, too."""
+
+    def forward(self, x, *more):
+        return super().forward(x), x, *more
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluation_of_what_needs_a_gradient(ranks):
+    """Slices of slices, made without gradients, would need one and have none to give."""
+    schedule = ps.Schedule([["0F0", "1F0", "0F1", "1F1"]] if ranks == 1 else [["0F0", "0F1"], ["1F0", "1F1"]])
+    modules = [Passing(3, 3), Passing(3, 3)]
+    x = (torch.ones(8, 3, requires_grad=True) * 2)[:4]
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+
+        def use(pipe, mode=mode):
+            with mode():
+                return [evaluated(pipe, x), evaluated(pipe, Microbatches(x.split(2)))]
+
+        for output in on_threads(modules, schedule, use)[-1]:
+            assert all(torch.equal(*pair) for pair in zip(output, modules[1](*modules[0](x)), strict=True))
+            assert not any(one.requires_grad for one in output)
+
+
 def evaluation_in_processes(rank, ranks, *, group):
     schedule = ps.build("ZBVZeroBubble", ranks=ranks, microbatches=4)
     modules = layers(schedule.stages)

@@ -103,7 +103,7 @@ class Workplace:
 
         def give(step: Step, output: Any) -> Any:
             if step.outputs is not None:
-                step.outputs[microbatch] = output if output is ABSENT else _without_history(output)
+                step.outputs[microbatch] = output if output is ABSENT else without_history(output)
             if loss_fn is None or output is ABSENT:
                 return ()
             loss = loss_fn(output, step.targets[microbatch])
@@ -190,7 +190,8 @@ def _microbatch(action: Action) -> int:
     return action.microbatch_index or 0
 
 
-def _without_history(output: Any) -> Any:
+def without_history(output: Any) -> Any:
+    """The same tensors, cut off from what made them."""
     if isinstance(output, torch.Tensor):
         return output.detach()
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)

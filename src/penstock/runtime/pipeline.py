@@ -24,7 +24,7 @@ from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
 from penstock.runtime.microbatches import fitting, merge, split_call
-from penstock.runtime.operations import Workplace
+from penstock.runtime.operations import Workplace, without_history
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program import Program, compiled, only_forwards
 from penstock.runtime.recording import Recording
@@ -210,7 +210,8 @@ class Pipeline:
         with self._telling(training=False), torch.no_grad(), self._around(training=False):
             batch = self._batch(args, kwargs, target)
             count = fitting(*batch, self.schedule.microbatches, **self._specs_of(*batch))
-            split = split_call(*batch, count, **self._specs_of(*batch))
+            # A slice of a slice that is made without gradients says that it needs one all the same.
+            split = without_history(split_call(*batch, count, **self._specs_of(*batch)))
             missing = self.schedule.microbatches - count
             step = Step(
                 self.schedule.microbatches,
