@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from penstock.runtime import split_backward
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
 
 Tensors = Sequence[torch.Tensor]
@@ -279,15 +280,30 @@ def test_layers_that_share() -> None:
     check(nn.Sequential(one, nn.GELU(), other, nn.LayerNorm(4)), x_of(5, 4))
 
 
-def test_more_at_once_than_the_engine_gets_at_once() -> None:
-    """A shared weight gets its gradient in one piece, however large; an inner node is passed once."""
+@pytest.fixture
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine gets every gradient of W as soon as it may, as if all were large."""
+    monkeypatch.setattr(split_backward, "_ENOUGH", 0)
 
-    def twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize(
+    "name", ["low rank used twice", "one weight, two linears", "one weight on both sides", "index"]
+)
+def test_shared_weights_get_their_gradient_at_once(name: str) -> None:
+    """However large: a node of W is passed once."""
+    function, parameters = WEIGHTS[name]
+    check(Calling(function, **parameters), x_of(4, 4))
+
+
+@pytest.mark.usefixtures("one_by_one")
+def test_an_output_of_weights_gets_its_gradient_with_them() -> None:
+    def run(self: Any, x: torch.Tensor) -> Any:
         w = self.a @ self.b
-        return functional.linear(self.between(functional.linear(x, w)), w) @ self.c
+        return self.last(functional.linear(self.between(functional.linear(x, w)), w)), w * 2, self.a
 
-    module = Calling(twice, a=(400, 3), b=(3, 400), c=(400, 400), between=nn.Linear(400, 400))
-    check(module, x_of(2, 400), tolerance=1e-9)
+    module = Calling(run, a=(4, 2), b=(2, 4), between=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    check(module, x_of(4, 4))
 
 
 # Functions of the user's own.
@@ -481,6 +497,7 @@ def test_saved_tensors_elsewhere_for_some_microbatches() -> None:
         weights()
         equal(found, whole(other, args))
         equal(gradients(module), gradients(other))
+    assert [len(cut.points) for cut in split._cuts] == [2, 0]
 
 
 def test_autocast() -> None:
@@ -552,11 +569,12 @@ def hooked(register: Callable[[nn.Module, Calls], Any], module: nn.Module, *args
 
 
 def stack() -> nn.Module:
-    """With a weight that is used twice, and large enough for the engine to be called in between."""
-    layer = nn.Linear(400, 400)
-    return nn.Sequential(nn.LayerNorm(400), layer, nn.Linear(400, 400), layer)
+    """With a layer that is used twice, and another in between."""
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(nn.LayerNorm(4), layer, nn.Linear(4, 4), layer)
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_hooks_of_parameters() -> None:
     """Each sees the gradient of the microbatch once, whole, and in W."""
 
@@ -564,29 +582,32 @@ def test_hooks_of_parameters() -> None:
         for name, parameter in module.named_parameters():
             parameter.register_hook(calls(name))
 
-    first, second = hooked(register, stack(), x_of(3, 400))
+    first, second = hooked(register, stack(), x_of(3, 4))
     assert first == []
     assert sorted(second) == ["0.bias", "0.weight", "1.bias", "1.weight", "2.bias", "2.weight"]
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_hooks_of_parameters_that_change_the_gradient() -> None:
     def register(module: nn.Module, calls: Calls) -> None:
         for parameter in module.parameters():
             parameter.register_hook(lambda gradient: gradient * 2 + 1)
 
-    hooked(register, stack(), x_of(3, 400))
+    hooked(register, stack(), x_of(3, 4))
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_hooks_after_accumulation() -> None:
     def register(module: nn.Module, calls: Calls) -> None:
         for name, parameter in module.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda one, name=name: calls(name)(one.grad))
 
-    first, second = hooked(register, stack(), x_of(3, 400))
+    first, second = hooked(register, stack(), x_of(3, 4))
     assert first == []
     assert len(second) == len(set(second)) == 6
 
 
+@pytest.mark.usefixtures("one_by_one")
 def test_hooks_of_the_nodes_of_leaves() -> None:
     """As data parallel modules have them."""
 
@@ -597,7 +618,7 @@ def test_hooks_of_the_nodes_of_leaves() -> None:
             node.register_prehook(calls(name + " before"))
         return nodes
 
-    first, second = hooked(register, stack(), x_of(3, 400))
+    first, second = hooked(register, stack(), x_of(3, 4))
     assert first == []
     assert len(second) == len(set(second)) == 12
 

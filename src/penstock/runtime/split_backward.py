@@ -28,7 +28,7 @@ from penstock.runtime.engine import accumulate, gradients_at
 from penstock.runtime.products import PRODUCTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Any
 
     from torch.autograd.graph import Node
@@ -117,7 +117,8 @@ class SplitBackward:
                     return split
         form, graph = _Form.of(beginnings)
         cut = _cut(form, graph, len(beginnings), ends)
-        self._cuts = [cut, *self._cuts][:_REMEMBERED]
+        # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
+        self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points))
         return None if cut.whole else _applied(cut, graph)
 
 
@@ -289,13 +290,23 @@ class _Cut(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a point is: the node, its row, the numbers of its edges into the part of W, the rule; see ``_Point``."""
+    """Where a point is.
+
+    Attributes:
+        node: the place of the node.
+        row: the number of its row.
+        numbers: those of its edges that lead into the part of W.
+        rule: how to make gradients for them.
+        complete: see ``_Point``.
+        in_python: whether one of them leads to a node that is written in Python.
+    """
 
     node: int
     row: int
     numbers: list[int]
     rule: Rule
     complete: bool
+    in_python: bool
 
 
 def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
@@ -330,6 +341,7 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
     leaves = [place for place in sorted(inner) if form.kinds[place].__name__ == _LEAF]
     rows = {place: row for row, (place, _) in enumerate(form.inner)}
     roots_later = set[int]().union(*(nodes for place, nodes in reached.items() if place not in points))
+    python = {place for place, kind in enumerate(form.kinds) if issubclass(kind, BackwardCFunction)}
     complete = _complete(roots_later, [reached[place] for place in points])
     return _Cut(
         form,
@@ -337,7 +349,7 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
         now,
         leaves,
         [
-            _Place(place, rows[place], numbers, rule, last)
+            _Place(place, rows[place], numbers, rule, last, any(below[place][number] in python for number in numbers))
             for (place, (numbers, rule)), last in zip(points.items(), complete, strict=True)
         ],
         any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
@@ -396,31 +408,30 @@ def _applied(cut: _Cut, graph: _Graph) -> _Split | None:
     """The cut of one microbatch's graph; None if something about its nodes forbids it."""
     nodes, rows = graph
     points, keep = [], []
-    for place, row, numbers, rule, complete in cut.points:
+    for place, row, numbers, rule, complete, in_python in cut.points:
         node = nodes[place]
         product = rule(node, numbers)
         if product is None:
             return None
         edges = [GradientEdge(*rows[row][number]) for number in numbers]  # type: ignore[arg-type]
-        if any(isinstance(edge.node, BackwardCFunction) for edge in edges):
+        if in_python:
             keep.append(node)
         points.append(_Point([], edges, product, complete))
-    for point, at in zip(points, cut.points, strict=True):
-        _hand_over(nodes[at.node], point.output.append)
-    return _Split(
-        [nodes[place] for place in cut.now], [GradientEdge(nodes[place], 0) for place in cut.leaves], points, keep
-    )
+    _hand_over([nodes[place.node] for place in cut.points], [point.output for point in points])
+    leaves = [GradientEdge(nodes[place], 0) for place in cut.leaves]
+    return _Split([nodes[place] for place in cut.now], leaves, points, keep)
 
 
-def _hand_over(node: Any, taker: Callable[[Any], None]) -> None:
-    """Give the gradient of a node's output to a function, when all hooks of that output have seen it.
+def _hand_over(nodes: Sequence[Any], outputs: Sequence[list[torch.Tensor | None]]) -> None:
+    """Have each list get the gradient of a node's output, when all hooks of that output have seen it.
 
     What the engine itself hands over for an edge is the gradient before the hooks. ``register_prehook`` would do, and
     take longer than all else that is done for a node.
     """
     carrier = torch.empty(0)
-    carrier._backward_hooks = {0: taker}
-    node._register_hook_dict(carrier)
+    for node, output in zip(nodes, outputs, strict=True):
+        carrier._backward_hooks = {0: output.append}
+        node._register_hook_dict(carrier)
 
 
 class _Unhooked:
