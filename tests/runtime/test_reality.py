@@ -142,10 +142,24 @@ def outcomes(seed: int, model: ps.CommModel) -> dict[ps.Schedule, str]:
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def run(schedule: ps.Schedule, model: ps.CommModel) -> list[str]:
+class Block(nn.Module):
+    """One tensor in and out, or two that both need a gradient."""
+
+    def __init__(self, tensors: int, *, last: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.tensors = 1 if last else tensors
+
+    def forward(self, value):
+        x, more = value if isinstance(value, list) else (value, 0)
+        y = torch.tanh(self.layer(x) + more)
+        return y if self.tensors == 1 else [y, y * x]
+
+
+def run(schedule: ps.Schedule, model: ps.CommModel, tensors: int = 1, shapes: str = "inferred") -> list[str]:
     """Train a batch under the model; returns which gradients, losses and outputs are not those of the unsplit model."""
     chance = torch.Generator().manual_seed(schedule.stages)
-    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(schedule.stages)]
+    modules = [Block(tensors, last=index == schedule.stages - 1) for index in range(schedule.stages)]
     whole = nn.Sequential(*deepcopy(modules))
     size = schedule.microbatches + 1
     x, y = torch.randn(size, WIDTH, generator=chance), torch.randn(size, WIDTH, generator=chance)
@@ -153,7 +167,7 @@ def run(schedule: ps.Schedule, model: ps.CommModel) -> list[str]:
 
     def worker(transport):
         mine = {index: modules[index] for index in schedule.placement.stages_of(transport.rank)}
-        pipe = Pipeline(mine, schedule, loss_fn=functional.mse_loss, transport=transport, verify=False)
+        pipe = Pipeline(mine, schedule, loss_fn=functional.mse_loss, transport=transport, verify=False, shapes=shapes)
         return pipe.step(
             *([x] if pipe.has_first else []),
             target=y if pipe.has_last else None,
@@ -176,7 +190,9 @@ def run(schedule: ps.Schedule, model: ps.CommModel) -> list[str]:
     return wrong
 
 
-def disagreements(seeds: range, models: list[ps.CommModel]) -> tuple[Counter, list[str]]:
+def disagreements(
+    seeds: range, models: list[ps.CommModel], tensors: int = 1, shapes: str = "inferred"
+) -> tuple[Counter, list[str]]:
     """Run everything; count what was found, and say where the verifier was wrong."""
     counts: Counter = Counter()
     wrong: list[str] = []
@@ -184,7 +200,7 @@ def disagreements(seeds: range, models: list[ps.CommModel]) -> tuple[Counter, li
         model = models[seed % len(models)]
         for schedule, said in outcomes(seed, model).items():
             try:
-                differences = run(schedule, model)
+                differences = run(schedule, model, tensors, shapes)
                 happened = "runs"
             except StepError as error:
                 differences = []
@@ -211,6 +227,25 @@ def test_the_verifier_is_right_about_reality(capsys):
     for model in ALL_MODELS:
         assert counts[f"runs, under {model}"] > 0, told(counts)
         assert counts[f"deadlock, under {model}"] > 0, told(counts)
+
+
+def test_a_message_of_several_tensors_is_one_message():
+    counts, wrong = disagreements(range(500, 500 + 4 * len(ALL_MODELS)), ALL_MODELS, tensors=2)
+    assert wrong == []
+    assert min(counts["runs"], counts["deadlock"]) > 20, told(counts)
+
+
+def test_described_messages():
+    """With shapes per microbatch, what is proved for a lane per rank runs, whatever the lanes are."""
+    counts: Counter = Counter()
+    for seed in range(700, 700 + 10 * len(ALL_MODELS)):
+        model = ALL_MODELS[seed % len(ALL_MODELS)]
+        proved_for = model if model.lanes == "message" else ps.CommModel(model.buffering, "rank")
+        for schedule, said in outcomes(seed, proved_for).items():
+            if said == "runs":
+                assert run(schedule, model, tensors=2, shapes="per_microbatch") == [], f"seed {seed}\n{schedule.grid()}"
+                counts[model] += 1
+    assert min(counts[model] for model in ALL_MODELS) > 3, counts
 
 
 @pytest.mark.full

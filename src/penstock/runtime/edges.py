@@ -327,24 +327,25 @@ class Announced(_Remote):
 
     def give(self, microbatch: int) -> Give:
         """Keep an output for the next stage."""
-        key = self._base + microbatch
+        key, device = self._base + microbatch, self._device
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             leaves, meta = flatten(output)
-            step.metas[key] = meta
-            step.leaving[key] = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            step.metas[key] = meta  # for the gradients, which may be asked for before this is sent
+            header = [part.to(device) for part in header_tensor(meta) if part is not None]
+            tensors = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            step.leaving[key] = [*header, *tensors]
             return roots_of(leaves)
 
         return give
 
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
-        key, peer, send, device = self._base + microbatch, self._peer, self._transport.send, self._device
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
         tag = 2 * key
 
         def operation(step: Step) -> None:
-            header = [part.to(device) for part in header_tensor(step.metas[key]) if part is not None]
-            tensors = [*header, *step.leaving.pop(key)]
+            tensors = step.leaving.pop(key)
             step.sending[tag] = [send(in_a_row(tensor), peer, tag) for tensor in tensors], tensors
 
         return operation

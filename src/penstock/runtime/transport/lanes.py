@@ -83,7 +83,7 @@ class Lanes:
 
     def is_full(self, head: Operation) -> bool:
         """Whether the head of a lane is a send that waits for room."""
-        return head.sends and bool(self.model.capacity) and not self._has_room(head.rank, head.peer)
+        return head.sends and bool(self.model.capacity) and not self._has_room(head)
 
     def _queue(self, rank: int, peer: int, tag: int, *, sends: bool) -> deque[Operation]:
         lanes = self.model.lanes
@@ -116,7 +116,7 @@ class Lanes:
     def _put(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
         """A send into a buffer ends when there is room for it."""
         send = queue[0]
-        if not self._has_room(send.rank, send.peer):
+        if not self._has_room(send):
             return []
         assert send.tensor is not None
         self._sent[send.message].append(send.tensor.detach().clone())
@@ -137,11 +137,13 @@ class Lanes:
         # Room may be what a send of another tag waits for; where it is, no lane is per message.
         return [queue, self._queue(receive.peer, receive.rank, receive.tag, sends=True)]
 
-    def _has_room(self, source: int, target: int) -> bool:
+    def _has_room(self, send: Operation) -> bool:
+        """Several tensors of one tag, one after the other, are one message."""
         capacity = self.model.capacity
         if capacity is None or self.model.lanes == "message":
             return True
-        return len(self._under_way[source, target]) < capacity
+        under_way = self._under_way[send.rank, send.peer]
+        return send.message in under_way or len(set(under_way)) < capacity
 
 
 def _end(queue: deque[Operation]) -> Operation:
