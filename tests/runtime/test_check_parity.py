@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 import penstock as ps
@@ -323,3 +326,22 @@ def test_processes(workers: Any) -> None:
     found = workers.run(in_processes, True, ranks=2)
     assert "stage 2, 1.weight of Bad" in found[0]
     assert found[0] == found[1]
+
+
+def sharded(rank: int, ranks: int) -> str:
+    """Two replicas of a pipeline of two ranks, each with data of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipeline"))
+    group = mesh["pipeline"].get_group()
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=3)
+    modules = {}
+    for index in schedule.placement.stages_of(dist.get_rank(group)):
+        torch.manual_seed(index)
+        modules[index] = fully_shard(Block(0.5).double(), mesh=mesh["replica"])
+    with Pipeline(modules, schedule, loss_fn=mse_loss, group=group) as pipe:
+        x, y = (one * (1 + rank // 2) for one in batch())
+        args = (x,) if pipe.has_first else ()
+        return str(pipe.check_parity(*args, target=y if pipe.has_last else None))
+
+
+def test_sharded_stages(workers: Any) -> None:
+    assert all("are those of the unsplit model" in one for one in workers.run(sharded))
