@@ -310,7 +310,7 @@ class _Place(NamedTuple):
 
 
 def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
-    """Find where to cut. O(edges)."""
+    """Find where to cut. O(edges), and once more the part of W for each point that shares it."""
     below = _children(form)
     places = {node: place for place, node in enumerate(graph.nodes)}
     inputs = [places.get(node, _NONE) for node in ends]
@@ -330,14 +330,11 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
         else:
             combined += children
     now = [root for root in range(roots) if root in kept]
-    # The engine follows every way to a leaf of I, and passes a node only once: what meets these goes to I as well.
     reached = {place: _reached(children, below) for place, children in begins.items()}
     inner = _reached(combined, below)
-    while meeting := [place for place, nodes in reached.items() if _meets(nodes & inner, place in points, below)]:
-        for place in meeting:
-            inner |= reached.pop(place)
-            if points.pop(place, None) is None:
-                now.append(place)
+    for place in _meeting(inner, reached, set(points), below):
+        if points.pop(place, None) is None:
+            now.append(place)
     leaves = [place for place in sorted(inner) if form.kinds[place].__name__ == _LEAF]
     rows = {place: row for row, (place, _) in enumerate(form.inner)}
     roots_later = set[int]().union(*(nodes for place, nodes in reached.items() if place not in points))
@@ -356,9 +353,20 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
     )
 
 
-def _meets(shared: set[int], is_point: bool, below: list[list[int]]) -> bool:
-    """Whether W would spoil what I does, or the other way round. A leaf can be reached from a root in either."""
-    return bool(shared) if is_point else any(below[place] for place in shared)
+def _meeting(inner: set[int], reached: dict[int, set[int]], points: set[int], below: list[list[int]]) -> list[int]:
+    """Take what meets the part of weights that I passes out of `reached`, into `inner`.
+
+    The engine follows every way from I to a leaf that is wanted, and can pass a node once. So a point must not share
+    anything with that part; and a root of W no nodes, but it may add to the same leaves.
+    """
+    taken: list[int] = []
+    while meeting := [
+        place for place, nodes in reached.items() if any(place in points or below[node] for node in nodes & inner)
+    ]:
+        for place in meeting:
+            inner |= reached.pop(place)
+        taken += meeting
+    return taken
 
 
 def _children(form: _Form) -> list[list[int]]:
