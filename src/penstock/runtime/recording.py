@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
 import torch
@@ -94,7 +94,7 @@ class Recording:
         self._pipe = pipe
         self._stages = pipe.schedule.stages
         self._before: tuple[Transport, dict[str, Program]] | None = None
-        self._medians: dict[str, dict[int, float]] = {}
+        self._times: dict[str, dict[int, float]] = {}
         self._begun = 0.0
         self._waited = 0.0
         #: Whether an action is to be recorded: a step is under way, and no other action.
@@ -108,20 +108,21 @@ class Recording:
         return tuple(self.makespan - busy for busy in self.busy)
 
     def costs(self) -> Costs:
-        """What an action of each stage and type took, in seconds: the median over microbatches and steps.
+        """What an action of each stage and type took, in seconds: the mean over a step, and of these the median.
 
-        The two halves of a backward that never ran in halves are each taken for one half.
+        A mean, because what disturbs some actions of a step belongs to it, e.g. ranks that share a core. The two halves
+        of a backward that never ran in halves are each taken for one half.
         """
-        if not self._medians:
+        if not self._times:
             raise RunError("no step was recorded: call pipe.step inside of the with block, and ask when it has ended")
-        given = {field: self._per_stage(field) for field in FIELDS.values() if self._medians.get(field)}
+        given = {field: self._per_stage(field) for field in FIELDS.values() if self._times.get(field)}
         whole, inputs = given.get("backward"), given.get("backward_input")
         if inputs is None:
             half = [each / 2 for each in whole] if whole is not None else [0.0] * self._stages
             given.update(backward_input=half, backward_weight=half)
         elif whole is not None:
             given["backward"] = [
-                self._medians["backward"].get(stage, inputs[stage] + given["backward_weight"][stage])
+                self._times["backward"].get(stage, inputs[stage] + given["backward_weight"][stage])
                 for stage in range(self._stages)
             ]
         return Costs.from_dict(given)
@@ -207,24 +208,28 @@ class Recording:
         self.makespan = lengths[typical]
         self.busy = tuple(rank["busy"][typical] for rank in ranks)
         self.ends = tuple(rank["ends"][typical] for rank in ranks)
-        self._medians = defaultdict(dict)
+        self._times = defaultdict(dict)
         for rank in ranks:
-            for field, stage, time_taken in rank["medians"]:
-                self._medians[field][stage] = time_taken
+            for field, stage, taken in rank["times"]:
+                self._times[field][stage] = taken
 
     def _mine(self) -> dict[str, Any]:
         working = [[timed for timed in step if timed.action.computation_type in FIELDS] for step in self.steps]
-        times: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for timed in (timed for step in working for timed in step):
-            times[FIELDS[timed.action.computation_type], timed.action.stage_index].append(timed.own)
+        means: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for step in working:
+            times: dict[tuple[str, int], list[float]] = defaultdict(list)
+            for timed in step:
+                times[FIELDS[timed.action.computation_type], timed.action.stage_index].append(timed.own)
+            for key, taken in times.items():
+                means[key].append(mean(taken))
         return {
-            "medians": [(field, stage, median(taken)) for (field, stage), taken in times.items()],
+            "times": [(field, stage, median(each)) for (field, stage), each in means.items()],
             "busy": [sum(timed.own for timed in step) for step in working],
             "ends": [max((timed.end for timed in step), default=0.0) for step in working],
         }
 
     def _per_stage(self, field: str) -> list[float]:
-        return [max(0.0, self._medians[field].get(stage, 0.0)) for stage in range(self._stages)]
+        return [max(0.0, self._times[field].get(stage, 0.0)) for stage in range(self._stages)]
 
 
 class _ClockedOperations(Custom):

@@ -26,6 +26,8 @@ SAMPLES = 4
 #: The least blocks that the model has; with more stages, as many as those.
 BLOCKS = 8
 RATE = 3e-3
+#: How many steps the rate takes to get there.
+WARM_UP = 20
 #: How many steps are recorded, at the end.
 RECORDED = 5
 #: How far gradients may be apart, as a share of the largest: both are sums of float32 numbers, in another order.
@@ -47,6 +49,7 @@ class Training:
         self.pipe = Pipeline(stages, self.schedule, loss_fn=loss_of)
         self._parameters = [weight for stage in stages.values() for weight in stage.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=RATE, betas=(0.9, 0.95))
+        self._rate = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
         self._text = Text()
 
     @property
@@ -65,15 +68,15 @@ class Training:
         self._step(0)
         if not self._gradients_are_right():
             return False
-        self._optimizer.step()
+        self._update()
         recorded = min(RECORDED, max(1, self.steps // 2))
         for step in range(1, self.steps - recorded):
             self._step(step)
-            self._optimizer.step()
+            self._update()
         with self.pipe.recording() as record:
             for step in range(max(1, self.steps - recorded), max(2, self.steps)):
                 self._step(step)
-                self._optimizer.step()
+                self._update()
         self._tell(
             "recorded",
             costs=record.costs().to_dict(),
@@ -94,6 +97,10 @@ class Training:
         if losses:
             loss = torch.stack(losses).mean().item()
             self._tell("step", step=number + 1, loss=loss, seconds=time.perf_counter() - begin)
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._rate.step()
 
     def _gradients_are_right(self) -> bool:
         """Compare those of the first step with what the model computes in one piece."""

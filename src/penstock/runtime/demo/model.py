@@ -42,6 +42,9 @@ class Block(nn.Module):
         self.network_norm = nn.LayerNorm(WIDTH)
         self.network_in = nn.Linear(WIDTH, 4 * WIDTH)
         self.network_out = nn.Linear(4 * WIDTH, WIDTH)
+        with torch.no_grad():  # a block begins with little to add
+            self.attention_out.weight *= 0.2
+            self.network_out.weight *= 0.2
 
     def forward(self, value: Tensor) -> Tensor:
         """Both, added to what comes in."""
