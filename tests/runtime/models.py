@@ -210,6 +210,21 @@ class Nested(nn.Module):
         return {"x": x, "more": more, "none": None, "seen": seen + 1, "at": 0.5}
 
 
+class Degenerate(nn.Module):
+    """Hands on a tensor without dimensions and one without elements, besides a plain one."""
+
+    def __init__(self, index: int, last: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.last = last
+
+    def forward(self, x: torch.Tensor, number: Any = 1.0, empty: torch.Tensor | None = None) -> Any:
+        y = torch.tanh(self.layer(x)) * number
+        if empty is not None:
+            y = y + empty.sum()
+        return y if self.last else (y, self.layer.bias.sum(), y[:0])
+
+
 class Constant(nn.Module):
     """Hands on two tensors; nothing needs the second, though it has a gradient."""
 
@@ -363,6 +378,7 @@ KINDS: dict[str, Callable[[int, int], Model]] = {
     "complex": with_last(Complex),
     "two": with_last(Two),
     "nested": with_last(Nested),
+    "degenerate": with_last(Degenerate),
     "constant": with_last(Constant),
     "frozen first": frozen(lambda index, _: index == 0),
     "frozen half": frozen(lambda index, stages: index <= stages // 2),

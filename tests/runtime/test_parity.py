@@ -49,7 +49,9 @@ def in_processes(workers, *cases: Case) -> list[str]:
     for ranks in range(1, 5):
         some = [case for case in cases if case.schedule.ranks == ranks]
         if some:
-            found += [one for rank in workers.run(compared, some, ranks=ranks, limit=120) for one in rank]
+            found += [
+                one for rank in workers.run(compared, some, ranks=ranks, limit=60 + 4 * len(some)) for one in rank
+            ]
     return found
 
 
@@ -169,10 +171,10 @@ def test_every_kind_of_model_in_processes(workers, shapes):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_with_every_schedule(workers, kind):
     cases = [
-        Case(ps.build(name, ranks=ranks, microbatches=microbatches), kind, batches=2, steps=3)
+        Case(ps.build(name, ranks=ranks, microbatches=microbatches), kind, batches=2, steps=2)
         for name in NAMES
         for ranks in (1, 2, 3, 4)
-        for microbatches in (1, 2, 5, 8)
+        for microbatches in (2, 5)
     ]
     assert in_threads(*cases) == []
     assert in_processes(workers, *[case for case in cases if case.schedule.ranks in (2, 4)]) == []
