@@ -128,6 +128,7 @@ def held(kind: Callable[[Case], Contestant], case: Case) -> Held:
         for _ in range(2):
             contestant.step()
             clear(contestant)
+            contestant.losses = []
         mark("begin")
         contestant.step()
         mark("end")
@@ -299,7 +300,8 @@ def _live(made: Report, name: str, found: list[Found]) -> None:
             **{who: " ".join(f"{seen:g}" for seen, _ in rows[who]) for who in CONTESTANTS},
         }
     )
-    more = max(abs(seen - said) for seen, said in rows["ours"])
+    # Fewer is right too: where W only adds up what I has made, I releases what the schedule releases with W.
+    more = max(seen - said for seen, said in rows["ours"])
     made.goals.append(Goal(f"{name}, live activations that the schedule does not count", more, 0))
 
 
