@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -31,18 +32,16 @@ _OWED_BY: Final = {"W0": ("I0",), "W1": ("I1",), "W": ("I0", "I1")}
 class _Run(NamedTuple):
     """A note of a phase: once in every repetition, at evenly spaced places of the row."""
 
-    note: str
-    is_joined: bool
+    #: The note's first action on stage 0, and whether it is of the second stage.
+    first: int
+    second: int
     times: int
     place: int
     stride: int
     #: The number in its sequence: the first microbatch, or of a weight gradient how many came before.
     number: int
-
-    @property
-    def facts(self) -> tuple[int, ...]:
-        """All that it takes to play it, as numbers."""
-        return (*_FIRST[self.note], self.times, self.place, self.stride, self.number, self.is_joined)
+    #: Whether it runs together with the note before.
+    joined: int
 
 
 class _Debt(NamedTuple):
@@ -60,12 +59,12 @@ class _Debt(NamedTuple):
         if first >= end:
             return None
         return _Run(
-            note="W" + self.inputs.note[1],
-            is_joined=weights.is_joined,
+            *_FIRST["W1" if self.inputs.second else "W0"],
             times=end - first,
             place=weights.place + (first * self.stride - ahead) * weights.stride,
             stride=weights.stride * self.stride,
             number=self.inputs.number + first,
+            joined=weights.joined,
         )
 
 
@@ -85,61 +84,68 @@ def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[C
     >>> packed.unpack_cells(*play([phases], microbatches=1))
     (0F0, 1F0, 1B0, 0I0, 0W0)
     """
-    runs = [(rank, run) for rank, phases in enumerate(rows) for run in _runs(phases) if run.number < microbatches]
-    ranks = np.array([rank for rank, _ in runs])
-    facts = chain.from_iterable(run.facts for _, run in runs)
-    first, second, times, place, stride, number, is_joined = np.fromiter(facts, np.int64).reshape(-1, 7).T
-    codes = packed.further(first, np.where(second, 2 * len(rows) - 1 - ranks, ranks))
-    codes = packed.later(codes, number)
+    runs = [[run for run in _runs(phases) if run.number < microbatches] for phases in rows]
+    facts = np.fromiter(chain.from_iterable(chain.from_iterable(runs)), np.int64).reshape(-1, len(_Run._fields))
+    first, second, times, place, stride, number, joined = facts.T
+    rank = np.repeat(np.arange(len(rows)), [len(row) for row in runs])
+    codes = packed.later(packed.further(first, np.where(second, 2 * len(rows) - 1 - rank, rank)), number)
 
     times = np.minimum(times, microbatches - number)
-    repetition = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
-    codes = packed.later(np.repeat(codes, times), repetition)
-    place = np.repeat(place, times) + np.repeat(stride, times) * repetition
-    is_joined = np.repeat(is_joined, times)
-    ends = np.cumsum(np.bincount(ranks, times, len(rows)).astype(np.int64)).tolist()
-    bounds = [slice(begin, end) for begin, end in pairwise([0, *ends])]
-    return [_in_order(codes[row], place[row], is_joined[row]) for row in bounds]
+    ends = times.cumsum()
+    which = np.repeat(np.arange(len(times)), times)
+    repetition = np.arange(len(which)) - (ends - times)[which]
+    codes = packed.later(codes[which], repetition)
+    place = place[which] + stride[which] * repetition
+    lengths = np.bincount(rank, times, len(rows)).astype(np.int64).cumsum().tolist()
+    return [
+        _in_order(codes[begin:end], place[begin:end], joined[which[begin:end]])
+        for begin, end in pairwise([0, *lengths])
+    ]
 
 
-def _in_order(codes: Codes, place: NDArray[np.int64], is_joined: NDArray[np.int64]) -> Codes:
+def _in_order(codes: Codes, place: NDArray[np.int64], joined: NDArray[np.int64]) -> Codes:
     order = place.argsort(kind="stable")  # it merges what is in order already: few runs, so this is linear
-    is_joined[order[1:]] &= np.diff(place[order]) == 1  # the one before may have been left out
-    return np.asarray((codes + is_joined * packed.JOINED)[order])
+    place, joined = place[order], joined[order]
+    joined[1:] &= place[1:] - place[:-1] == 1  # the one before may have been left out
+    return np.asarray(codes[order] + joined * packed.JOINED)
 
 
 def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
     """The notes of the phases with their microbatches; weight gradients have those of the debts that they pay."""
     place = 0
-    count = dict.fromkeys((*_FIRST, "W"), 0)
-    owed = dict.fromkeys(_OWED_BY, 0)
-    debts: dict[str, list[_Debt]] = {weight: [] for weight in _OWED_BY}
-    paying: list[_Run] = []
+    count: dict[str, int] = defaultdict(int)
+    owed: dict[str, int] = defaultdict(int)
+    debts: dict[str, list[_Debt]] = defaultdict(list)
+    paying: list[tuple[str, _Run]] = []
     for text, times in phases:
         if times <= 0:
             continue
         pattern = _pattern(text)
+        length = len(pattern.notes)
         runs = {}
-        for offset, (note, sequence, is_joined) in enumerate(pattern.notes):
-            runs[note] = _Run(note, is_joined, times, place + offset, len(pattern.notes), count[sequence])
+        for offset, (note, first, second, sequence, joined) in enumerate(pattern.notes):
+            runs[note] = _Run(first, second, times, place + offset, length, count[sequence], joined)
             count[sequence] += times
-        place += times * len(pattern.notes)
+        place += times * length
         for weight, inputs in pattern.owed:
-            debts[weight] += (
-                _Debt(runs[note], owed[weight] + position, len(inputs)) for position, note in enumerate(inputs)
-            )
+            for position, note in enumerate(inputs):
+                debts[weight].append(_Debt(runs[note], owed[weight] + position, len(inputs)))
             owed[weight] += times * len(inputs)
-        paying += (runs.pop(note) for note in pattern.weights)
+        for note in pattern.weights:
+            paying.append((note, runs.pop(note)))
         yield from runs.values()
-    for weights in paying:
-        yield from (paid for debt in debts[weights.note] if (paid := debt.paid_by(weights)))
+    for note, weights in paying:
+        for debt in debts[note]:
+            if paid := debt.paid_by(weights):
+                yield paid
 
 
 class _Pattern(NamedTuple):
     """What to know about a pattern."""
 
-    #: Each note, what it is counted with, and whether it runs together with the one before.
-    notes: tuple[tuple[str, str, bool], ...]
+    #: Each note, its first action and whether that is of the second stage, what the note is counted with, and whether
+    #: it runs together with the one before.
+    notes: tuple[tuple[str, int, int, str, bool], ...]
     weights: tuple[str, ...]
     #: The weight gradients that its input gradients owe, to be paid by each sort of them.
     owed: tuple[tuple[str, tuple[str, ...]], ...]
@@ -151,7 +157,7 @@ def _pattern(text: str) -> _Pattern:
     notes = [note for note, _ in together]
     owed = {weight: tuple(note for note in notes if note in inputs) for weight, inputs in _OWED_BY.items()}
     return _Pattern(
-        tuple((note, _SEQUENCE.get(note, note), is_joined) for note, is_joined in together),
+        tuple((note, *_FIRST.get(note, (0, 0)), _SEQUENCE.get(note, note), joined) for note, joined in together),
         tuple(note for note in notes if note in _OWED_BY),
         tuple((weight, inputs) for weight, inputs in owed.items() if inputs),
     )
