@@ -46,6 +46,7 @@ bench: setup
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/lowering.py
 	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/runtime.py
 
 format: setup
 	$(BIN)/ruff format .
