@@ -507,7 +507,8 @@ def _dense(meta: TensorMeta) -> bool:
 
 
 HEADER_BYTES = 512
-"""What precedes every microbatch when shapes vary: enough for about ten tensors."""
+"""What precedes every microbatch when shapes vary: enough for about ten tensors, and a checksum of that."""
+ROOM = HEADER_BYTES - CHECKSUM.size
 
 
 def header_tensor(meta: EdgeMeta) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -519,19 +520,24 @@ def header_tensor(meta: EdgeMeta) -> tuple[torch.Tensor, torch.Tensor | None]:
     (torch.Size([512]), None, True)
     """
     data = encode(meta)
-    header = torch.frombuffer(bytearray(data[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
-    if len(data) <= HEADER_BYTES:
+    begin = data[:ROOM].ljust(ROOM, b"\0")
+    header = torch.frombuffer(bytearray(begin + CHECKSUM.pack(zlib.crc32(begin))), dtype=torch.uint8)
+    if len(data) <= ROOM:
         return header, None
-    return header, torch.frombuffer(bytearray(data[HEADER_BYTES:]), dtype=torch.uint8)
+    return header, torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8)
 
 
 def read_header(header: torch.Tensor, overflow: torch.Tensor | None = None) -> EdgeMeta | int:
     """The description in a header; or, if it does not end there, how many bytes of overflow there are to receive."""
     data = _bytes(header)
-    length = _announced(data)
-    if length > len(data) and overflow is None:
-        return length - len(data)
-    return decode((data if overflow is None else data + _bytes(overflow))[:length])
+    begin, checksum = data[:ROOM], data[ROOM:]
+    length = _announced(begin)
+    # A wrong length must not get through: receiving less than what comes would end the process.
+    if checksum != CHECKSUM.pack(zlib.crc32(begin)):
+        raise MetadataError("the checksum of the header is wrong")
+    if length > ROOM and overflow is None:
+        return length - ROOM
+    return decode((begin if overflow is None else begin + _bytes(overflow))[:length])
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
