@@ -64,7 +64,7 @@ def inferred(
         elif rank_of[index - 1] == rank:
             kinds, found = told
         else:
-            kinds, found = _read(transport.hear(rank_of[index - 1]))
+            kinds, found = _heard(transport.hear(rank_of[index - 1]), index, len(kwargs))
         if index > 0:
             metas[index - 1] = [found[kind] for kind in kinds]
         if index == len(rank_of) - 1:
@@ -73,7 +73,7 @@ def inferred(
         for kind in range(max(kinds) + 1):
             microbatch = kinds.index(kind)
             values = args[microbatch] if index == 0 else arguments(_stand_in(found[kind], stages[index].device))
-            outcomes.append(_dry_run(stages[index], values, kwargs[microbatch]))
+            outcomes.append(_outcome(stages[index], values, kwargs[microbatch]))
         told = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
@@ -106,8 +106,12 @@ def _compare(metas: dict[int, EdgeMeta], transport: Transport) -> None:
     """Make sure that the ranks at both ends of each edge were given the same."""
     mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
     for rank, data in enumerate(transport.exchange(_joined(mine))):
-        parts = list(_parts(data))
-        theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in zip(parts[::2], parts[1::2], strict=True)}
+        try:
+            parts = list(_parts(data))
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in pairs}
+        except (ValueError, struct.error, MetadataError) as damage:
+            raise MetadataError(f"what rank {rank} tells of its examples of shapes is damaged: {damage}") from damage
         for stage in sorted(metas.keys() & theirs.keys()):
             error = mismatch(
                 theirs[stage],
@@ -132,6 +136,15 @@ def _differentiable(dtype: torch.dtype) -> bool:
 
 def _stand_in(meta: EdgeMeta, device: torch.device) -> Any:
     return meta.unflatten([one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors])
+
+
+def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
+    try:
+        return _dry_run(stage, args, kwargs)
+    except Exception as error:
+        given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(args))
+        told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
+        raise StageError(f"{told}: {type(error).__name__}: {error}", stage=stage.index) from error
 
 
 def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
@@ -181,16 +194,26 @@ def _joined(parts: Sequence[bytes]) -> bytes:
     return b"".join(_COUNT.pack(len(part)) + part for part in parts)
 
 
+def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, list[EdgeMeta]]:
+    """What the stage before announced."""
+    try:
+        kinds, metas = _read(data)
+        if len(kinds) != microbatches:
+            raise MetadataError(f"{len(kinds)} microbatches were announced, there are {microbatches}")
+    except MetadataError as error:
+        told = f"what stage {stage - 1} announced to stage {stage} cannot be used: {error}"
+        raise MetadataError(told) from error
+    return kinds, metas
+
+
 def _read(data: bytes) -> tuple[Kinds, list[EdgeMeta]]:
     parts = list(_parts(data))
     if len(parts) < 2 or len(parts[0]) % _COUNT.size:
         raise MetadataError("a stage announced its shapes in a way that cannot be read: it may run another version")
     kinds = tuple(number for (number,) in _COUNT.iter_unpack(parts[0]))
     metas = [decode(part) for part in parts[1:]]
-    if not kinds or max(kinds) >= len(metas):
-        raise MetadataError(
-            f"a stage announced {len(metas)} kinds of microbatches, and one of kind {max(kinds, default=0)}"
-        )
+    if set(kinds) != set(range(len(metas))):
+        raise MetadataError(f"{len(metas)} kinds of microbatches were described, and others occur")
     return kinds, metas
 
 
