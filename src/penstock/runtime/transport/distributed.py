@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.groups import Post, Work
 
 #: So much later than the watch, which can say more, the backend and the mailbox give up a wait, in seconds.
-_BACKEND_GRACE: Final = 60.0
+_BACKEND_GRACE: Final = {"gloo": 3.0}
+_UNKNOWN_GRACE: Final = 60.0  # e.g. NCCL counts from when a transfer is posted, not from when it is waited for
 _MAILBOX_GRACE: Final = 2.0
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 1.5
@@ -64,12 +65,12 @@ class DistributedTransport:
         store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
         self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
         self._board = Board(own_connection(store), self.rank, self.ranks)
-        self._mailbox.exchange(b"", lambda _: None)  # or the backend would wait for a rank without naming it
-        limit = timedelta(seconds=timeout + _BACKEND_GRACE)
+        self._meet()
+        grace = _BACKEND_GRACE.get(str(dist.get_backend(parent)), _UNKNOWN_GRACE)
         try:
-            self._group = OwnGroup(parent, PrefixStore("group", store), limit)
+            self._group = OwnGroup(parent, PrefixStore("group", store), timedelta(seconds=timeout + grace))
         except RuntimeError as error:
-            raise TransportError(f"rank {self.rank} cannot connect to its peers: {_reason(error)}") from error
+            raise self._not_connected(error) from error
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
         watch = Watch(self, self._board, timeout)
@@ -187,6 +188,30 @@ class DistributedTransport:
         return self.learn(Failure(self.rank, f"{told} ({_reason(error)})", label_of(self.progress)), alone=True)
 
     # Within ---------------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> None:
+        """Wait until all ranks are here, or the backend would wait for one without naming it.
+
+        Who comes when another has given up waiting is told.
+        """
+        try:
+            self._mailbox.exchange(b"", lambda _: None)
+        except TransportError as error:
+            told = f"not all ranks make their Pipeline: {error}"
+            self._board.tell_failure(Failure(self.rank, told))
+            raise TransportError(told, peer=error.peer) from None
+        failure = self._board.failure()
+        if failure is not None:
+            raise step_error(failure)
+
+    def _not_connected(self, error: RuntimeError) -> TransportError:
+        awaited = re.search(r"keys: \S*/(\d+)$", str(error))  # gloo waits for the address of a rank
+        peer = int(awaited[1]) if awaited and int(awaited[1]) < self.ranks else None
+        whom = "its peers" if peer is None else f"rank {peer}, which may have been killed"
+        told = f"rank {self.rank} cannot connect to {whom} ({_reason(error)})"
+        with suppress(RuntimeError):
+            self._board.tell_failure(Failure(self.rank, told))
+        return TransportError(told, peer=peer)
 
     def _warm_up(self, pair: tuple[int, int]) -> None:
         """A byte each way."""

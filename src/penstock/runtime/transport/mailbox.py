@@ -79,8 +79,9 @@ class Mailbox:
             check(False)
             if isinstance(error, PenstockError) or "timeout" not in str(error).lower():
                 raise
-            waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s"
-            raise TransportError(f"{waited} for a word of rank {peer}, which has not come", peer=peer) from error
+            waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s for a word of rank {peer}"
+            told = f"{waited}, which has not come: it may hang, have failed on its own, or have been killed"
+            raise TransportError(told, peer=peer) from None
         finally:
             self.awaited = None
         if not data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -35,7 +36,7 @@ class Watch(threading.Thread):
         self._seen = (-1, -1)
         self._since = 0.0
         self._looks = 0
-        self._told: str | None = None
+        self._told_label = True  # so that it is told once that this rank is there
 
     def run(self) -> None:
         """Look again and again, until stopped or until there is a failure."""
@@ -59,6 +60,7 @@ class Watch(threading.Thread):
             self._seen, self._since, self._looks = seen, time.monotonic(), 0
         if progress.index < 0 and not transport.is_waiting:
             # Nothing to look after. The store may go away now: it does when the rank that hosts it is done.
+            self._leave_place()
             return True
         try:
             return self._is_well(transport)
@@ -66,6 +68,13 @@ class Watch(threading.Thread):
             if not self._stopped.is_set():
                 transport.lose_store(error)
             return False
+
+    def _leave_place(self) -> None:
+        """The last place that was told is not where the rank is now."""
+        if self._told_label:
+            self._told_label = False
+            with contextlib.suppress(RuntimeError):
+                self._board.tell_place(Place(None, None, 0.0))
 
     def _is_well(self, transport: DistributedTransport) -> bool:
         failure = self._board.failure()
@@ -76,6 +85,7 @@ class Watch(threading.Thread):
         seconds = time.monotonic() - self._since
         if self._looks % _TELL_EVERY == 0:
             self._board.tell_place(Place(label, peer, seconds))
+            self._told_label = label is not None
         self._looks += 1
         if label is None or peer is None or seconds < self._timeout:
             return True
