@@ -325,6 +325,12 @@ class Agreed(_Remote):
 class Announced(_Remote):
     """An edge between ranks, over which every value is described before it goes: shapes may vary."""
 
+    def __init__(
+        self, stage: int, microbatches: int, transport: Transport, peer: int, device: torch.device, first_tag: int = 0
+    ) -> None:
+        super().__init__(stage, microbatches, transport, peer, device)
+        self._first_tag = first_tag
+
     def give(self, microbatch: int) -> Give:
         """Keep an output for the next stage."""
         key, device = self._base + microbatch, self._device
@@ -342,11 +348,11 @@ class Announced(_Remote):
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
         key, peer, send = self._base + microbatch, self._peer, self._transport.send
-        tag = 2 * key
+        tag, first_tag = 2 * key, self._first_tag
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            step.sending[tag] = [send(in_a_row(tensor), peer, tag) for tensor in tensors], tensors
+            step.sending[tag] = [send(in_a_row(tensor), peer, first_tag + tag) for tensor in tensors], tensors
 
         return operation
 
@@ -357,7 +363,7 @@ class Announced(_Remote):
         be in the order of messages, so the header is waited for at once.
         """
         key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
-        tag = 2 * key
+        tag = self._first_tag + 2 * key
         tagged = self._transport.model.lanes == "message"
 
         def announced(step: Step) -> None:
@@ -371,7 +377,7 @@ class Announced(_Remote):
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
         key = self._base + microbatch
-        tag = 2 * key
+        tag = self._first_tag + 2 * key
         tagged = self._transport.model.lanes == "message"
 
         def take(step: Step) -> Taken:

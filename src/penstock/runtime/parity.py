@@ -132,7 +132,7 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
     if pipe._forward_only:
         raise StageError("check_parity compares gradients, and this schedule has no backward")
     parameters = _parameters(pipe.stages)
-    with pipe._telling(training=False), torch.enable_grad(), _untouched(pipe, parameters) as begin:
+    with pipe._telling, torch.enable_grad(), _untouched(pipe, parameters) as begin:
         batch = pipe._batch(copied(args), copied(kwargs), target)
         split = split_call(*batch, pipe.schedule.microbatches, **pipe._specs_of(*batch))
         pipe._training(*split[:2])  # so that shapes are known, and no stage is run for them below

@@ -122,6 +122,7 @@ class Pipeline:
             check_reduction(loss_reduction, loss_weight)
             _check_shapes(shapes)
             self._stages = _stages(stages)
+            self._telling = Telling(self.transport, self._stages.values(), self._action)
             self.compute = schedule
             self.schedule = self._lowered(schedule, self._model())
             self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
@@ -169,7 +170,7 @@ class Pipeline:
             The merged output on the rank of the last stage, None on the others.
         """
         self._check_usable()
-        with self._telling(training=True), torch.enable_grad(), self._around(training=True):
+        with self._telling, torch.enable_grad(), self._around(training=True):
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             batch = self._batch(args, kwargs, target)
@@ -207,7 +208,7 @@ class Pipeline:
             The merged output on the rank of the last stage, None on the others.
         """
         self._check_usable()
-        with self._telling(training=False), torch.no_grad(), self._around(training=False):
+        with self._telling, torch.no_grad(), self._around(training=False):
             batch = self._batch(args, kwargs, target)
             count = fitting(*batch, self.schedule.microbatches, **self._specs_of(*batch))
             # A slice of a slice that is made without gradients says that it needs one all the same.
@@ -284,7 +285,7 @@ class Pipeline:
         """A mistake on one rank is told to the others, or they would wait for it."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             self.transport.fail(self.transport.explain(error) or failure_of(error, self.rank, None))
             raise
 
@@ -324,16 +325,29 @@ class Pipeline:
         )
 
     def _begin(self) -> None:
-        """Make sure that all ranks run the same schedule, and that the edges come up."""
-        digest = hashlib.sha256(self.schedule.codes.tobytes() + self.schedule.offsets.tobytes()).digest()
-        digest += bytes([self._share_losses, self._scaling is not None])
-        others = self.transport.exchange(digest)
-        if unlike := [rank for rank, other in enumerate(others) if other != digest]:
-            what = "schedule" if others[unlike[0]][:32] != digest[:32] else "share_losses or scaler"
-            raise StageError(f"rank {unlike[0]} has been given another {what} than rank {self.transport.rank}")
+        """Make sure that all ranks have been given the same, and that the edges come up."""
+        mine = self._given()
+        for rank, data in enumerate(self.transport.exchange("\n".join(mine.values()).encode())):
+            theirs = data.decode(errors="replace").split("\n")
+            for (name, value), other in zip(mine.items(), [*theirs, *[""] * len(mine)], strict=False):
+                if value != other:
+                    told = f"rank {rank} has been given another {name} than rank {self.rank}"
+                    raise StageError(f"{told}: {other[:100]!r} there, {value!r} here")
         rank_of = self.schedule.placement.rank_of
         pairs = {tuple(sorted(pair)) for pair in pairwise(rank_of) if pair[0] != pair[1]}
         self.transport.connect(sorted(pairs))  # type: ignore[arg-type]
+
+    def _given(self) -> dict[str, str]:
+        """What must be the same on all ranks, by name."""
+        schedule = self.schedule
+        digest = hashlib.sha256(schedule.codes.tobytes() + schedule.offsets.tobytes()).hexdigest()[:16]
+        size = f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        return {
+            "schedule": f"{size}, {len(schedule.codes)} actions, sha256 {digest}",
+            "kind of shapes": self._shapes if isinstance(self._shapes, str) else "given",
+            "share_losses": str(bool(self._share_losses)),
+            "scaler": "none" if self._scaling is None else "one",
+        }
 
     # Programs -------------------------------------------------------------------------------------------------------
 
@@ -369,7 +383,7 @@ class Pipeline:
             if model.lanes != "message":
                 model = CommModel(model.buffering, lanes="rank")
             lowered = lower(schedule, reduce=False, model=model)
-            edges = {stage: self._edge(stage, None) for stage in self._touching()}
+            edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._touching()}
             self._programs[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None)
         return self._programs[name]
 
@@ -400,7 +414,7 @@ class Pipeline:
         touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
         return sorted(edge for edge in touched if 0 <= edge < self.schedule.stages - 1)
 
-    def _edge(self, stage: int, metas: agreeing.Metas | None) -> Edge:
+    def _edge(self, stage: int, metas: agreeing.Metas | None, *, evaluates: bool = False) -> Edge:
         rank_of, microbatches = self.schedule.placement.rank_of, self.schedule.microbatches
         here = [one for one in (stage, stage + 1) if one in self._stages]
         if len(here) == 2:
@@ -408,7 +422,9 @@ class Pipeline:
         peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
         device = self._stages[here[0]].device
         if metas is None:
-            return Announced(stage, microbatches, self.transport, peer, device)
+            # If one rank evaluates and another one trains, they must not take each other's messages for their own.
+            first_tag = 2 * self.schedule.stages * microbatches if evaluates else 0
+            return Announced(stage, microbatches, self.transport, peer, device, first_tag)
         return Agreed(stage, self.transport, peer, device, metas[stage])
 
     # In a step ------------------------------------------------------------------------------------------------------
@@ -448,7 +464,7 @@ class Pipeline:
         found = [loss for loss in step.losses if loss is not None]
         if self._share_losses:
             source, device = self.schedule.placement.rank_of[-1], next(iter(self._stages.values())).device
-            with self._telling(training=False):
+            with self._telling:
                 found = shared(found, self.transport, source, device)
         if losses is not None:
             losses.extend(found)
@@ -463,10 +479,8 @@ class Pipeline:
     def _check_usable(self) -> None:
         failure = self.transport.failure()
         if failure is not None:
+            self._telling.leave_nothing()
             raise dead_error(failure)
-
-    def _telling(self, *, training: bool) -> Telling:
-        return Telling(self.transport, self._stages.values(), self._action, training=training)
 
     def _action(self) -> Action | None:
         """The action under way."""

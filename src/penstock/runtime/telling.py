@@ -10,7 +10,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockError, StepError
 from penstock.runtime import operations
-from penstock.runtime.metadata import TensorMeta
 from penstock.runtime.transport.failing import step_error
 from penstock.runtime.transport.protocol import Failure
 
@@ -25,18 +24,16 @@ if TYPE_CHECKING:
 class Telling:
     """Around a step: an error here becomes one on every rank, and the pipeline is not used any more.
 
-    A step that failed has added some gradients and not others. So that they are not used, the stages of this rank are
-    left without gradients.
+    A step that failed has added some gradients and not others, and some ranks may have completed it, or be at something
+    else by now. So that nobody uses a part of them, every rank drops its gradients when it learns of the failure.
     """
 
-    def __init__(
-        self, transport: Transport, stages: Iterable[Stage], action: Callable[[], Action | None], *, training: bool
-    ) -> None:
+    def __init__(self, transport: Transport, stages: Iterable[Stage], action: Callable[[], Action | None]) -> None:
         """`action` tells which action is under way, None outside the program."""
         self._transport = transport
         self._stages = stages
         self._action = action
-        self._training = training
+        self._has_failed = False
 
     def __enter__(self) -> None: ...
 
@@ -44,32 +41,52 @@ class Telling:
         if error is None:
             return
         transport = self._transport
-        told = transport.fail(transport.explain(error) or failure_of(error, transport.rank, self._action()))
-        if self._training:
-            for stage in self._stages:
-                stage.module.zero_grad(set_to_none=True)
-        if isinstance(error, (KeyboardInterrupt, SystemExit, StepError)):
+        cause = transport.explain(error)
+        told = transport.fail(cause or failure_of(error, transport.rank, self._action()))
+        self.leave_nothing()
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
+        if isinstance(error, StepError) and str(error) == told.message:
+            return  # of a step in this one
+        if cause is not None:  # what this rank noticed is only the effect
+            raise step_error(told) from None
         if isinstance(error, PenstockError) and told.action is None and told.rank == transport.rank:
             return  # a mistake in the call, and it says so best itself
-        raise step_error(told) from error
+        raise step_error(told, traceback=told.rank != transport.rank) from error
+
+    def leave_nothing(self) -> None:
+        """Drop the gradients, once: a pipeline that is built instead may have made others since."""
+        if not self._has_failed:
+            self._has_failed = True
+            for stage in self._stages:
+                stage.module.zero_grad(set_to_none=True)
 
 
 def failure_of(error: BaseException, rank: int, action: Action | None) -> Failure:
     """An error on this rank, as every rank is told of it."""
     place = ""
     if action is not None:
-        parts = [f"stage {part.stage_index}, microbatch {part.microbatch_index}" for part in action.leaves]
-        place = f" in {action} ({'; '.join([*parts, *_shapes(error)])})"
-    said = str(error) or "no message"
+        place = f" in {action} ({'; '.join([*map(_place, action.leaves), *_shapes(error)])})"
     return Failure(
         rank,
-        f"rank {rank} failed{place}: {type(error).__name__}: {said}",
+        f"rank {rank} failed{place}: {type(error).__name__}: {_said(error)}",
         action=str(action) if action else None,
         stage=action.leaves[0].stage_index if action else None,
         microbatch=action.leaves[0].microbatch_index if action else None,
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def _place(part: Action) -> str:
+    microbatch = "" if part.microbatch_index is None else f", microbatch {part.microbatch_index}"
+    return f"stage {part.stage_index}{microbatch}"
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error) or "no message"
+    except Exception as another:  # it is not ours, and the others must be told in any case
+        return f"its message cannot be shown ({type(another).__name__})"
 
 
 def _shapes(error: BaseException) -> list[str]:
@@ -78,10 +95,14 @@ def _shapes(error: BaseException) -> list[str]:
         if frame.f_code.co_filename == operations.__file__:
             for name, told in (("args", "inputs"), ("gradients", "gradients")):
                 if tensors := _tensors(frame.f_locals.get(name)):
-                    return [f"{told} {', '.join(str(TensorMeta.of(tensor)) for tensor in tensors)}"]
+                    return [f"{told} {', '.join(map(_shape, tensors))}"]
     return []
 
 
+def _shape(tensor: torch.Tensor) -> str:
+    """In any kind of tensor, also one that could not be sent."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 MOST_LINKS: Final = 12
 
 
-def step_error(failure: Failure) -> StepError:
-    """What every rank raises when a step has failed."""
-    return _error(failure, failure.message)
+def step_error(failure: Failure, *, traceback: bool = True) -> StepError:
+    """What every rank raises when a step has failed; with its traceback as a note if asked for."""
+    return _error(failure, failure.message, traceback)
 
 
 def dead_error(failure: Failure) -> StepError:
     """What every later call raises."""
-    return _error(failure, f"the pipeline has failed and must be rebuilt; what happened: {failure.message}")
+    told = f"the pipeline has failed and must be rebuilt; what happened: {failure.message}"
+    return _error(failure, told, traceback=True)
 
 
-def _error(failure: Failure, message: str) -> StepError:
-    return StepError(
+def _error(failure: Failure, message: str, traceback: bool) -> StepError:
+    error = StepError(
         message,
         rank=failure.rank,
         action=failure.action,
@@ -34,6 +35,9 @@ def _error(failure: Failure, message: str) -> StepError:
         microbatch=failure.microbatch,
         remote_traceback=failure.traceback,
     )
+    if traceback and failure.traceback:
+        error.add_note(f"\nOn rank {failure.rank}:\n\n{failure.traceback.rstrip()}")
+    return error
 
 
 def label_of(progress: Progress) -> str | None:
