@@ -30,7 +30,7 @@ BLOCKS = (6, 48)
 MICROBATCHES = ((4, 128), (1, 32))
 #: The ratio with many blocks over that with few: more than this is growth, less is noise.
 GROWTH = 1.1
-SHORTEST_TURN = 0.5
+SHORTEST_TURN = 0.2
 
 
 class Size(NamedTuple):
