@@ -13,23 +13,8 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock.errors import MetadataError
-from penstock.runtime.metadata import (
-    CODES,
-    DTYPES,
-    HEADER_BYTES,
-    LONGEST,
-    EdgeMeta,
-    TensorMeta,
-    decode,
-    describe,
-    encode,
-    flatten,
-    header_tensor,
-    leaves_of,
-    mismatch,
-    read_header,
-    wire,
-)
+from penstock.runtime.encoding import CODES, DTYPES, HEADER_BYTES, LONGEST, decode, encode, header_tensor, read_header
+from penstock.runtime.metadata import EdgeMeta, TensorMeta, describe, flatten, leaves_of, mismatch, wire
 from penstock.runtime.trees import SLOT
 
 Pair = namedtuple("Pair", "left right")

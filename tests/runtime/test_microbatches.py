@@ -11,18 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
-from penstock.runtime.microbatches import (
-    Microbatches,
-    Replicate,
-    TensorChunkSpec,
-    merge,
-    register_splitter,
-    samples,
-    sizes,
-    split,
-    split_call,
-    unregister_splitter,
-)
+from penstock.runtime.microbatches import merge, samples, sizes, split, split_call
+from penstock.runtime.specs import Microbatches, Replicate, TensorChunkSpec, register_splitter, unregister_splitter
 
 Pair = namedtuple("Pair", "left right")
 

@@ -10,9 +10,10 @@ try:
 except ImportError as error:
     raise ImportError("penstock.runtime needs torch: pip install 'penstock[torch]'") from error
 
+import penstock.runtime.block_masks  # noqa: F401  # says how masks are split
 from penstock.runtime.custom import Context
-from penstock.runtime.microbatches import Microbatches, Replicate, TensorChunkSpec, register_splitter
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.specs import Microbatches, Replicate, TensorChunkSpec, register_splitter
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.threads import run_in_threads

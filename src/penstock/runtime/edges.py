@@ -14,16 +14,15 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import MetadataError
+from penstock.runtime.encoding import HEADER_BYTES, header_tensor, read_header
 from penstock.runtime.metadata import (
-    HEADER_BYTES,
     EdgeMeta,
     TensorMeta,
     describe,
     flatten,
-    header_tensor,
     leaves_of,
     mismatch,
-    read_header,
+    wire,
 )
 from penstock.runtime.step import Operation, Step
 
@@ -198,7 +197,7 @@ class _Remote:
 
         def operation(step: Step) -> None:
             tensors = step.leaving_gradients.pop(key)
-            step.sending[tag] = [send(in_a_row(tensor), peer, tag) for tensor in tensors], tensors
+            step.sending[tag] = [send(wire(tensor), peer, tag) for tensor in tensors], tensors
 
         return operation
 
@@ -208,11 +207,6 @@ def _like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     if gradient.stride() == tensor.stride() and not (gradient.is_conj() or gradient.is_neg()):
         return gradient
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(gradient)
-
-
-def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor: a transport carries what is contiguous, whatever the order of dimensions."""
-    return tensor if tensor.is_contiguous() else tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 class Agreed(_Remote):
@@ -280,7 +274,7 @@ class Agreed(_Remote):
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            step.sending[tag] = [send(in_a_row(tensor), peer, tag) for tensor in tensors], tensors
+            step.sending[tag] = [send(wire(tensor), peer, tag) for tensor in tensors], tensors
 
         return operation
 
@@ -317,7 +311,7 @@ class Agreed(_Remote):
             buffers = [
                 torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in layouts
             ]
-            getattr(step, where)[key] = buffers, [receive(in_a_row(buffer), peer, tag) for buffer in buffers]
+            getattr(step, where)[key] = buffers, [receive(wire(buffer), peer, tag) for buffer in buffers]
 
         return operation
 
@@ -352,7 +346,7 @@ class Announced(_Remote):
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            step.sending[tag] = [send(in_a_row(tensor), peer, first_tag + tag) for tensor in tensors], tensors
+            step.sending[tag] = [send(wire(tensor), peer, first_tag + tag) for tensor in tensors], tensors
 
         return operation
 
@@ -411,7 +405,7 @@ class Announced(_Remote):
             raise MetadataError(told) from error
         meta = cast("EdgeMeta", meta)
         buffers = [one.empty(self._device) for one in meta.tensors]
-        return meta, buffers, [self._transport.receive(in_a_row(buffer), self._peer, tag) for buffer in buffers]
+        return meta, buffers, [self._transport.receive(wire(buffer), self._peer, tag) for buffer in buffers]
 
     def send_gradients(self, microbatch: int) -> Operation:
         """SEND_B."""
@@ -442,4 +436,4 @@ class Announced(_Remote):
     def _post_gradients(self, step: Step, key: int) -> None:
         buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
         receive, peer, tag = self._transport.receive, self._peer, 2 * key + 1
-        step.arriving_gradients[key] = buffers, [receive(in_a_row(buffer), peer, tag) for buffer in buffers]
+        step.arriving_gradients[key] = buffers, [receive(wire(buffer), peer, tag) for buffer in buffers]

@@ -13,112 +13,16 @@ import math
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
+from penstock.runtime.specs import Microbatches, Replicate, Spec, Splitter, TensorChunkSpec, splitter_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class TensorChunkSpec:
-    """Split, or concatenate, along this dimension.
-
-    >>> TensorChunkSpec.from_tuple((0, 1))
-    (TensorChunkSpec(split_dim=0), TensorChunkSpec(split_dim=1))
-    """
-
-    split_dim: int
-
-    @staticmethod
-    def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
-        """The specs for arguments from their dimensions."""
-        return pytree.tree_map(TensorChunkSpec, chunk_dims)
-
-    @staticmethod
-    def from_dict(chunk_dims: dict[str, Any]) -> Any:
-        """The specs for keyword arguments from their dimensions."""
-        return pytree.tree_map(TensorChunkSpec, chunk_dims)
-
-
-class Replicate:
-    """In a spec: give the value whole to every microbatch. When merging: it is the same in all, take one.
-
-    >>> split({"x": torch.arange(4), "table": torch.zeros(7)}, {"table": Replicate}, 2)[1]["table"].shape
-    torch.Size([7])
-    """
-
-
-@dataclass(frozen=True, slots=True)
-class Microbatches:
-    """A value that is split already: one item for each microbatch. It may stand anywhere in arguments or target.
-
-    >>> split(("text", Microbatches([1, 2])), None, 2)
-    [('text', 1), ('text', 2)]
-
-    In the spec of a merge, the class itself keeps what every microbatch has given:
-
-    >>> merge([(torch.ones(1), 0.5), (torch.ones(1), 0.7)], (None, Microbatches))
-    (tensor([1., 1.]), Microbatches(values=[0.5, 0.7]))
-    """
-
-    values: Sequence[Any]
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.values[index]
-
-
-Spec: TypeAlias = Any
-"""None, TensorChunkSpec, Replicate, or a container of specs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Splitter:
-    """How values of a type are split, merged and counted."""
-
-    split: Callable[[Any, int], Sequence[Any]]
-    merge: Callable[[Sequence[Any]], Any] | None
-    size: Callable[[Any], int | None] | None
-
-
-SPLITTERS: dict[type, Splitter] = {}
-_RESOLVED: dict[type, Splitter | None] = {}
-
-
-def register_splitter(
-    kind: type,
-    split: Callable[[Any, int], Sequence[Any]],
-    merge: Callable[[Sequence[Any]], Any] | None = None,
-    *,
-    size: Callable[[Any], int | None] | None = None,
-) -> None:
-    """Say how values of a type, and of the types derived from it, are split.
-
-    Args:
-        kind: the type.
-        split: makes of a value and a number of microbatches as many values.
-        merge: makes of those values one again; needed for types that a last stage returns.
-        size: the number of samples in a value, to be compared with that of the tensors; None for a value without.
-    """
-    SPLITTERS[kind] = Splitter(split, merge, size)
-    _RESOLVED.clear()
-
-
-def unregister_splitter(kind: type) -> None:
-    """Forget how values of a type are split."""
-    SPLITTERS.pop(kind, None)
-    _RESOLVED.clear()
+    from collections.abc import Sequence
 
 
 def split(value: Any, spec: Spec, microbatches: int, *, name: str = "value") -> list[Any]:
@@ -283,10 +187,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _splitter(value: Any) -> Splitter | None:
-    kind = type(value)
-    if kind not in _RESOLVED:
-        _RESOLVED[kind] = next((SPLITTERS[base] for base in kind.__mro__ if base in SPLITTERS), None)
-    return _RESOLVED[kind]
+    return splitter_of(type(value))
 
 
 def _specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
@@ -571,29 +472,3 @@ def _short(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _split_mask(mask: BlockMask, microbatches: int) -> list[BlockMask]:
-    """The rows of a mask for each microbatch, each of which counts its samples from 0."""
-    batch = mask.shape[0]
-    if batch == 1:
-        return [mask] * microbatches
-    lengths = sizes(batch, microbatches)
-    starts = accumulate(lengths[:-1], initial=0)
-    return [_rows(mask, start, length) for start, length in zip(starts, lengths, strict=True)]
-
-
-def _rows(mask: BlockMask, start: int, length: int) -> BlockMask:
-    rows = mask[start : start + length]
-    # A tensor: with a number, the compiled attention would be compiled again for each microbatch.
-    offset = torch.tensor(start, device=mask.kv_num_blocks.device)
-    whole = mask.mask_mod
-
-    def rows_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return whole(batch + offset, head, query, key)
-
-    rows.mask_mod = rows_mod
-    return rows
-
-
-register_splitter(BlockMask, _split_mask, size=lambda mask: None if mask.shape[0] == 1 else int(mask.shape[0]))

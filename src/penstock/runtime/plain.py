@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.edges import arguments, in_a_row, present, roots_of
-from penstock.runtime.metadata import decode, encode, flatten
+from penstock.runtime.edges import arguments, present, roots_of
+from penstock.runtime.encoding import decode, encode
+from penstock.runtime.metadata import flatten, wire
 from penstock.runtime.step import Flight
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class PlainRun:
             self._local[source, False] = tensors
             return
         for tensor in tensors:
-            self._transport.send(in_a_row(tensor), peer, 2 * source + (target < source)).wait()
+            self._transport.send(wire(tensor), peer, 2 * source + (target < source)).wait()
 
     def _take(self, source: int, target: int, empty: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         peer = self._rank_of[source]
@@ -162,7 +163,7 @@ class PlainRun:
             taken: Sequence[torch.Tensor] = self._local.pop((source, False))
             return taken
         for tensor in empty:
-            self._transport.receive(in_a_row(tensor), peer, 2 * source + (target < source)).wait()
+            self._transport.receive(wire(tensor), peer, 2 * source + (target < source)).wait()
         return empty
 
 

@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import MetadataError, StageError
 from penstock.runtime.edges import arguments
+from penstock.runtime.encoding import decode, encode
 from penstock.runtime.inputs import tensors_in
-from penstock.runtime.metadata import EdgeMeta, decode, describe, encode, mismatch
+from penstock.runtime.metadata import EdgeMeta, describe, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

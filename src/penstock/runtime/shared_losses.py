@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from penstock.errors import MetadataError
-from penstock.runtime.metadata import decode, describe, encode
+from penstock.runtime.encoding import decode, encode
+from penstock.runtime.metadata import describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
