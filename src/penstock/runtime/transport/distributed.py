@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.groups import Post, Work
 
 #: So much later than the watch, which can say more, the backend and the mailbox give up a wait, in seconds.
-_BACKEND_GRACE: Final = {"gloo": 3.0}
+_BACKEND_GRACE: Final = {"gloo": 1.0}
 _UNKNOWN_GRACE: Final = 60.0  # e.g. NCCL counts from when a transfer is posted, not from when it is waited for
-_MAILBOX_GRACE: Final = 2.0
+_MAILBOX_GRACE: Final = 1.0
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 1.5
 
