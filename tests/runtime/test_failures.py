@@ -23,7 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import penstock as ps
 from penstock.errors import PenstockError, StepError
 from penstock.ir.actions import ComputationType
-from penstock.runtime import Microbatches, Pipeline, Stage, encoding, run_in_threads
+from penstock.runtime import Microbatches, Pipeline, Stage, edges, run_in_threads
 from penstock.runtime.metadata import EdgeMeta, TensorMeta
 from penstock.runtime.transport import distributed
 from penstock.runtime.trees import SLOT
