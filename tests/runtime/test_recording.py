@@ -73,6 +73,9 @@ def test_prediction_and_measurement_agree(workers, name, each):
         assert costs.per_stage("forward", schedule.stages)[stage] == pytest.approx(FORWARD, rel=0.25)
         assert costs.per_stage("backward", schedule.stages)[stage] == pytest.approx(BACKWARD, rel=0.25)
     assert all(begin <= end and 0 <= waited <= end - begin for _, begin, end, waited in spans)
+    assert busy == pytest.approx([schedule.microbatches * each * (FORWARD + BACKWARD)] * 2, rel=0.25)
+    first = next(waited for text, _, _, waited in other[5] if text == "1F0")
+    assert first == pytest.approx(FORWARD, abs=0.6 * FORWARD)  # it waits for 0F0, and that is none of its own time
     leaves = [str(leaf) for action in ps.lower(schedule).actions[0] for leaf in action.leaves]
     left_out = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
     assert [text for text, *_ in spans] == [text for text in leaves if not text.endswith(left_out)]

@@ -45,4 +45,4 @@ def penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Pipeline-parallel schedules as data: build, draw, prove, predict, read and write them."""
+    """Pipeline-parallel schedules as data: build, draw, prove, predict, run, read and write them."""

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.launch import launch
+from penstock.cli.launch import cores, launch
 from penstock.cli.painting import Picture
 from penstock.cli.show import echo
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
@@ -225,14 +225,15 @@ def _compare(console: Console, timeline: Timeline, recorded: dict[str, Any]) -> 
     console.print()
     console.print(table)
     apart = predicted["makespan"] / measured["makespan"] - 1
-    console.print(
-        Text(
-            f"a step: predicted {_milliseconds(predicted['makespan'])}, measured {_milliseconds(measured['makespan'])} "
-            f"({apart:+.0%}); simulated with what each action took, waiting left out, in {recorded['steps']} steps\n"
-            f"of this run, while {timeline.schedule.ranks} ranks shared the cores of this machine"
-        ),
-        soft_wrap=True,
-    )
+    lines = [
+        f"a step: predicted {_milliseconds(predicted['makespan'])}, measured {_milliseconds(measured['makespan'])} "
+        f"({apart:+.0%})",
+        f"predicted from what each action took in {recorded['steps']} steps of this run, waiting left out",
+    ]
+    ranks = timeline.schedule.ranks
+    if ranks > (available := cores()):
+        lines.append(f"a prediction gives every rank a core; here {ranks} ranks share {available}, and wait for them")
+    console.print(Text("\n".join(lines)), soft_wrap=True)
 
 
 def _milliseconds(seconds: float) -> str:

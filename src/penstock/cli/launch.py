@@ -105,7 +105,7 @@ def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -
     """What torchrun would set for a rank, and what makes several ranks on one machine behave."""
     chosen = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "OMP_NUM_THREADS": str(max(1, _cores() // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "PYTHONUNBUFFERED": "1",
     }
     of_the_rank = {
@@ -127,7 +127,8 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
