@@ -225,7 +225,8 @@ class DistributedTransport:
         except PenstockError:
             raise
         except RuntimeError as error:
-            told = f"the connection between rank {pair[0]} and rank {pair[1]} does not come up ({_reason(error)})"
+            told = f"the connection between rank {pair[0]} and rank {pair[1]} does not come up"
+            told += f": rank {peer} may hang, or have been killed ({_reason(error)})"
             mine = Failure(self.rank, told)
             first = self.failure() or self.fail(mine)
             if first == mine:
