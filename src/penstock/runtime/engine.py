@@ -24,9 +24,9 @@ def accumulate(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor])
 
 
 def gradients_at(
-    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], wanted: Sequence[GradientEdge]
+    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], wanted: Sequence[GradientEdge | torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run as much of a backward as leads to the wanted edges, and return what flows there; None where nothing does."""
+    """Run as much of a backward as leads to the wanted edges or leaves; what flows there, None where nothing does."""
     found: tuple[torch.Tensor | None, ...] = _run(
         tuple(roots), tuple(gradients), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from penstock.ir.actions import Action
     from penstock.runtime.transport.protocol import Transport
 
+#: By how many compute actions a receive is posted earlier than it stands, where messages do not stand in line: the
+#: transport needs a moment until a message can come, and costs a buffer for each.
+AHEAD = 2
 #: Ways to know what goes over an edge, besides giving it.
 INFERRED = "inferred"
 PER_MICROBATCH = "per_microbatch"
@@ -397,7 +400,8 @@ class Pipeline:
         )
         record = self._record
         custom = Custom(self, workplace, self._custom) if record is None else record.custom(workplace, self._custom)
-        return compiled(schedule, self.rank, custom.operation)
+        ahead = AHEAD if self.transport.model.lanes == "message" else 0
+        return compiled(schedule, self.rank, custom.operation, ahead=ahead)
 
     def _agreed(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> dict[int, Edge]:
         rank_of = self.schedule.placement.rank_of

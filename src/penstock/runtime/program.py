@@ -73,13 +73,17 @@ class Line(NamedTuple):
     peer: int | None
 
 
-def compiled(schedule: Schedule, rank: int, operation_of: Callable[[Action], Operation | None]) -> Program:
+def compiled(
+    schedule: Schedule, rank: int, operation_of: Callable[[Action], Operation | None], *, ahead: int = 0
+) -> Program:
     """The program of one rank.
 
     Args:
         schedule: a lowered schedule.
         rank: whose program it is.
         operation_of: makes the operation of an action; None if the action needs none.
+        ahead: by how many compute actions each receive is posted earlier than it stands; more than 0 is right only for
+            a transport whose messages do not stand in line.
     """
     rank_of = schedule.placement.rank_of
     row = [action for action in schedule.actions[rank] if action is not None]
@@ -93,7 +97,18 @@ def compiled(schedule: Schedule, rank: int, operation_of: Callable[[Action], Ope
             lines.append(Line(_ending(released[position]), str(action), action, None))
     for peer, tags in left.items():
         lines.append(Line(_ending(tags), f"the end of its sends to rank {peer}", None, peer))
-    return Program(lines)
+    return Program(_posted_ahead(lines, ahead) if ahead else lines)
+
+
+def _posted_ahead(lines: Sequence[Line], count: int) -> list[Line]:
+    """Every receive, moved ahead of as many compute actions."""
+    keys = []
+    computed = 0
+    for place, line in enumerate(lines):
+        receives = line.action is not None and line.action.computation_type in (RECV_F, RECV_B)
+        keys.append((computed - count, 0, place) if receives else (computed, 1, place))
+        computed += line.action is not None and line.action.is_compute
+    return [lines[place] for _, _, place in sorted(keys)]
 
 
 def _named(label: str, operation: Operation) -> Operation:

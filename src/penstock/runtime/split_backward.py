@@ -88,35 +88,34 @@ class SplitBackward:
         """
         if not inputs:
             return [], WeightBackward(roots, gradients)
-        ends = [get_gradient_edge(tensor) for tensor in inputs]
-        split = self._split([root.node for root in roots], [end.node for end in ends])
+        split = self._split([root.node for root in roots], inputs)
         if split is None:
             return _in_one_piece(roots, gradients, inputs), WeightBackward()
         now = [node in split.now for node in (root.node for root in roots)]
         later = [not one for one in now]
         with _Unhooked(split.leaves):
-            found = gradients_at(list(compress(roots, now)), list(compress(gradients, now)), [*ends, *split.leaves])
+            found = gradients_at(list(compress(roots, now)), list(compress(gradients, now)), [*inputs, *split.leaves])
         left = WeightBackward(
             [*split.leaves, *compress(roots, later)],
-            [*found[len(ends) :], *compress(gradients, later)],
+            [*found[len(inputs) :], *compress(gradients, later)],
             split.points,
             split.keep,
         )
-        return list(found[: len(ends)]), left
+        return list(found[: len(inputs)]), left
 
-    def _split(self, beginnings: list[Node], ends: list[Node]) -> _Split | None:
+    def _split(self, beginnings: list[Node], inputs: Sequence[torch.Tensor]) -> _Split | None:
         """Where this graph falls into two; None if it does not."""
         beginnings = list(dict.fromkeys(beginnings))
         for cut in self._cuts:
             graph = cut.form.matched(beginnings)
-            if graph is not None and cut.ends_at(graph, ends):
+            if graph is not None and cut.ends_at(graph, inputs):
                 if cut.whole:
                     return None
                 split = _applied(cut, graph)
                 if split is not None:
                     return split
         form, graph = _Form.of(beginnings)
-        cut = _cut(form, graph, len(beginnings), ends)
+        cut = _cut(form, graph, len(beginnings), [get_gradient_edge(tensor).node for tensor in inputs])
         # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
         self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points))
         return None if cut.whole else _applied(cut, graph)
@@ -280,12 +279,14 @@ class _Cut(NamedTuple):
     points: list[_Place]
     whole: bool
 
-    def ends_at(self, graph: _Graph, ends: list[Node]) -> bool:
+    def ends_at(self, graph: _Graph, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether the inputs are in their places."""
         nodes = graph.nodes
-        return len(ends) == len(self.inputs) and all(
-            nodes[place] is end if place >= 0 else end not in nodes
-            for place, end in zip(self.inputs, ends, strict=True)
+        return len(inputs) == len(self.inputs) and all(
+            nodes[place].variable is tensor  # type: ignore[attr-defined]
+            if place >= 0
+            else get_gradient_edge(tensor).node not in nodes
+            for place, tensor in zip(self.inputs, inputs, strict=True)
         )
 
 
