@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.errors import MetadataError
+from penstock.errors import MetadataError, StageError
 from penstock.runtime.encoding import HEADER_BYTES, header_tensor, read_header
 from penstock.runtime.metadata import (
     EdgeMeta,
@@ -35,7 +35,7 @@ Taken = tuple[tuple[Any, ...], Tensors] | None
 Take = Callable[[Step], Taken]
 #: Takes an output; returns where its graph begins.
 Give = Callable[[Step, Any], Sequence[GradientEdge]]
-TakeGradients = Callable[[Step], Tensors]
+TakeGradients = Callable[[Step], Sequence[torch.Tensor | None]]
 GiveGradients = Callable[[Step, Sequence[torch.Tensor | None], Tensors], None]
 
 #: What goes on instead of a value where a batch has fewer samples than there are microbatches.
@@ -75,6 +75,21 @@ def arguments(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
+def versions_of(tensors: Tensors) -> list[int]:
+    """How often each tensor has been changed in place; without gradients nobody counts, and it is not asked."""
+    return [tensor._version for tensor in tensors] if torch.is_grad_enabled() else []
+
+
+def check_unchanged(tensors: Tensors, versions: Sequence[int]) -> None:
+    """Refuse what a stage has changed after it returned it, for what has been received may be either."""
+    for tensor, version in zip(tensors, versions, strict=False):
+        if tensor._version != version:
+            raise StageError(
+                f"a stage has changed a tensor in place after it returned it, while it was on its way "
+                f"({TensorMeta.of(tensor)}); return a clone of it"
+            )
+
+
 def roots_of(tensors: Tensors) -> list[GradientEdge]:
     """Where the graphs of tensors that need a gradient begin."""
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
@@ -91,8 +106,12 @@ class Local:
         key = self._base + microbatch
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            step.handed[key] = output
-            return () if output is ABSENT else roots_of(leaves_of(output))
+            if output is ABSENT:
+                step.handed[key] = output, ()
+                return ()
+            leaves = leaves_of(output)
+            step.handed[key] = output, versions_of(leaves)
+            return roots_of(leaves)
 
         return give
 
@@ -101,9 +120,10 @@ class Local:
         key = self._base + microbatch
 
         def take(step: Step) -> Taken:
-            output = step.handed.pop(key)
+            output, versions = step.handed.pop(key)
             if output is ABSENT:
                 return None
+            check_unchanged(leaves_of(output), versions)
             if isinstance(output, torch.Tensor):
                 cut = output.detach()
                 if output.requires_grad:
@@ -119,8 +139,8 @@ class Local:
         """Keep the gradients of the inputs for the stage before."""
         key = self._base + microbatch
 
-        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
-            step.handed_gradients[key] = present(gradients, inputs)
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], _inputs: Tensors) -> None:
+            step.handed_gradients[key] = gradients
 
         return give
 
@@ -197,7 +217,8 @@ class _Remote:
 
         def operation(step: Step) -> None:
             tensors = step.leaving_gradients.pop(key)
-            step.sending[tag] = [send(wire(tensor), peer, tag) for tensor in tensors], tensors
+            pending = [send(wire(tensor), peer, tag) for tensor in tensors]
+            step.sending[tag] = pending, tensors, versions_of(tensors)
 
         return operation
 
@@ -274,7 +295,8 @@ class Agreed(_Remote):
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            step.sending[tag] = [send(wire(tensor), peer, tag) for tensor in tensors], tensors
+            pending = [send(wire(tensor), peer, tag) for tensor in tensors]
+            step.sending[tag] = pending, tensors, versions_of(tensors)
 
         return operation
 
@@ -330,7 +352,7 @@ class Announced(_Remote):
         key, device = self._base + microbatch, self._device
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            leaves, meta = flatten(output)
+            leaves, meta = flatten((step.samples.get(microbatch), output))
             step.metas[key] = meta  # for the gradients, which may be asked for before this is sent
             header = [part.to(device) for part in header_tensor(meta) if part is not None]
             tensors = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
@@ -346,7 +368,8 @@ class Announced(_Remote):
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            step.sending[tag] = [send(wire(tensor), peer, first_tag + tag) for tensor in tensors], tensors
+            pending = [send(wire(tensor), peer, first_tag + tag) for tensor in tensors]
+            step.sending[tag] = pending, tensors, versions_of(tensors)
 
         return operation
 
@@ -379,7 +402,7 @@ class Announced(_Remote):
             meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
             for transfer in pending:
                 transfer.wait()
-            value = meta.unflatten(buffers)
+            value = self._with_samples(step, microbatch, meta.unflatten(buffers))
             if isinstance(value, str) and value == ABSENT:
                 return None
             inputs = [
@@ -390,6 +413,14 @@ class Announced(_Remote):
             return arguments(value), inputs
 
         return take
+
+    def _with_samples(self, step: Step, microbatch: int, told: Any) -> Any:
+        """The value in what was sent: the number of samples, if it is known, goes before it."""
+        if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], int | None):
+            raise MetadataError(f"what {self._sender} sent to {self._receiver} does not begin with a number of samples")
+        if told[0] is not None:
+            step.samples[microbatch] = told[0]
+        return told[1]
 
     def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[EdgeMeta, Tensors, Sequence[Any]]:
         """Read a header, and receive what it announces."""
@@ -426,7 +457,7 @@ class Announced(_Remote):
         key = self._base + microbatch
         take = super().take_gradients(microbatch)
 
-        def take_posted(step: Step) -> Tensors:
+        def take_posted(step: Step) -> Sequence[torch.Tensor | None]:
             if key not in step.arriving_gradients:
                 self._post_gradients(step, key)
             return take(step)

@@ -6,7 +6,8 @@ node. The engine makes the same checks itself.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -15,7 +16,18 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-_run = torch.autograd.Variable._execution_engine.run_backward
+_NOTHING: Final = nullcontext()
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+def _run(*args: Any, **kwargs: Any) -> Any:
+    with without_autocast():
+        return _run_backward(*args, **kwargs)
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """For a backward: it has the types of its forward, which autocast around the whole step must not change."""
+    return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
 def accumulate(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
@@ -31,3 +43,17 @@ def gradients_at(
         tuple(roots), tuple(gradients), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )
     return found
+
+
+def taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of leaves, taken away from them, each in memory that nobody else will change."""
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return [gradient.clone() if gradient is not None and is_shared(gradient) else gradient for gradient in found]
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor uses the same memory."""
+    # Two know it here: the tensor, and the object by which it is asked.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2

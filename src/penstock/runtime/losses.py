@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from penstock.errors import MicrobatchError, StageError
-from penstock.runtime.microbatches import samples
 
 MEAN: Final = "mean"
 SUM: Final = "sum"
@@ -27,21 +26,41 @@ def check_reduction(reduction: str, weight: Weight | None) -> None:
         )
 
 
-def shares(reduction: str, targets: Sequence[Any], spec: Any = None, weight: Weight | None = None) -> list[float]:
+def shares(
+    reduction: str, targets: Sequence[Any], counts: Sequence[int] | None, weight: Weight | None = None
+) -> list[float]:
     """What the loss of each microbatch is multiplied by in the loss of the batch.
 
     With ``"mean"`` the loss function is a mean over samples; microbatches count by how many they have. With ``"sum"``
     it is a sum. With ``"weighted"`` it is a mean over whatever ``weight(target)`` counts, e.g. tokens.
 
+    Args:
+        reduction: which of these.
+        targets: that of each microbatch.
+        counts: how many samples each has, if that is known.
+        weight: for ``"weighted"``.
+
     >>> import torch
-    >>> shares("mean", [torch.ones(3), torch.ones(1)])
+    >>> shares("mean", [torch.ones(3), torch.ones(1)], [3, 1])
     [0.75, 0.25]
-    >>> shares("weighted", [torch.ones(3), torch.ones(2)], weight=lambda target: target.numel() - 1)
+    >>> shares("weighted", [torch.ones(3), torch.ones(2)], None, weight=lambda target: target.numel() - 1)
     [0.6666666666666666, 0.3333333333333333]
     """
     if reduction == SUM:
         return [1.0] * len(targets)
-    counts = samples(targets, spec) if weight is None else [float(weight(target)) for target in targets]
+    if weight is not None:
+        return _normalized([float(weight(target)) for target in targets])
+    if counts is None:
+        raise MicrobatchError(
+            "loss_reduction='mean' has to know how many samples each microbatch has, and the rank of the last stage "
+            "has no tensor that tells: give it the target, or use loss_reduction='weighted' with "
+            "loss_weight=lambda _: 1 if all microbatches are equal",
+            name="target",
+        )
+    return _normalized(list(counts))
+
+
+def _normalized(counts: Sequence[float]) -> list[float]:
     total = math.fsum(counts)
     if not all(math.isfinite(count) and count >= 0 for count in counts) or total <= 0:
         raise MicrobatchError(

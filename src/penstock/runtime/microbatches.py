@@ -98,13 +98,29 @@ def sizes(total: int, microbatches: int) -> list[int]:
     return [least + 1] * more + [least] * (microbatches - more)
 
 
-def samples(values: Sequence[Any], spec: Spec = None) -> list[int]:
-    """The number of samples in each microbatch, by the first tensor in it that is split; 1 where there is none.
+def samples(value: Any, parts: Sequence[Any], spec: Spec = None) -> list[int] | None:
+    """The number of samples in each microbatch of a value, by the first tensor that is split; None if there is none.
 
-    >>> samples(split((torch.ones(5, 2), "text"), None, 2))
+    >>> value = (torch.ones(5, 2), "text")
+    >>> samples(value, split(value, None, 2))
     [3, 2]
+
+    Args:
+        value: the whole.
+        parts: what it was split into; looked at if it came in parts.
+        spec: how it was split.
     """
-    return [_samples(_Tree.of("microbatch", value, spec)) for value in values]
+    if not is_split_already(value):
+        total = _samples(_Tree.of("value", value, spec))
+        return None if total is None else sizes(total, len(parts))
+    found = [_samples(_Tree.of("microbatch", part, spec)) for part in parts]
+    known = [count for count in found if count is not None]
+    return known if len(known) == len(found) else None
+
+
+def is_split_already(value: Any) -> bool:
+    """Whether a value has parts that came as ``Microbatches``."""
+    return any(isinstance(leaf, Microbatches) for leaf in pytree.tree_leaves(value, is_leaf=_is_leaf))
 
 
 def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> Any:
@@ -407,11 +423,11 @@ def _seen(tree: _Tree, index: int) -> str:
     return f"{tree.place(index)}{shape}"
 
 
-def _samples(tree: _Tree) -> int:
+def _samples(tree: _Tree) -> int | None:
     for value, spec in zip(tree.leaves, tree.specs, strict=True):
         if isinstance(value, torch.Tensor) and spec is not Replicate and value.ndim:
             return value.shape[_dim(spec)]
-    return 1
+    return None
 
 
 def _merged(tree: _Tree, index: int, column: Sequence[Any]) -> Any:

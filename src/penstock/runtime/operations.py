@@ -75,7 +75,7 @@ class Workplace:
         stage, microbatch = self.stages[action.stage_index], _microbatch(action)
         take = self._take(stage.index, microbatch)
         give = self._give(stage, microbatch)
-        module, slot = stage.module, self._slot(action)
+        module, slot, changes_inputs = stage.module, self._slot(action), stage.changes_inputs
 
         def forward(step: Step) -> None:
             taken = take(step)
@@ -83,6 +83,8 @@ class Workplace:
                 give(step, ABSENT)
                 return
             args, inputs = taken
+            if changes_inputs:
+                args = stage.fresh(args)
             roots = give(step, module(*args, **step.kwargs[microbatch]))
             step.flights[slot] = Flight(roots, inputs)
 
@@ -107,6 +109,8 @@ class Workplace:
                 step.outputs[microbatch] = output if output is ABSENT else without_history(output)
             if loss_fn is None or output is ABSENT:
                 return ()
+            if step.samples:
+                step.check_samples(microbatch)
             loss = loss_fn(output, step.targets[microbatch])
             roots = stage.loss_root(loss)
             step.losses[microbatch] = loss = loss.detach()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from penstock.runtime.data_parallel import in_step
 from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
-from penstock.runtime.microbatches import fitting, merge, split_call
+from penstock.runtime.microbatches import fitting, is_split_already, merge, samples, split_call
 from penstock.runtime.operations import Workplace, without_history
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program import Program, compiled, only_forwards
@@ -31,7 +31,7 @@ from penstock.runtime.recording import Recording
 from penstock.runtime.scaling import Scaling
 from penstock.runtime.shared_losses import shared
 from penstock.runtime.stage import Stage
-from penstock.runtime.step import Step
+from penstock.runtime.step import Step, unlike_samples
 from penstock.runtime.telling import Telling, failure_of
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.failing import dead_error
@@ -117,6 +117,7 @@ class Pipeline:
         self._custom: dict[ComputationType, CustomFunction] = {}
         self._programs: dict[str, Program] = {}
         self._seen: Any = None
+        self._samples: Sequence[int] | None = None
         self._record: Recording | None = None
         self._edges: dict[int, Edge] | None = None
         self._share_losses = share_losses
@@ -163,11 +164,11 @@ class Pipeline:
         """Run one batch forward and backward; gradients are added to ``.grad``.
 
         Args:
-            *args: what the first stage is called with; needed on its rank, left out elsewhere.
-            target: needed on the rank of the last stage.
+            *args: what the first stage is called with; needed on its rank, and ignored elsewhere.
+            target: needed on the rank of the last stage, and ignored elsewhere.
             losses: gets the loss of each microbatch, in order: at the last stage; with ``share_losses`` on all ranks.
             return_outputs: whether to keep and merge the outputs.
-            **kwargs: keyword arguments of the stages on this rank.
+            **kwargs: keyword arguments, for every stage on this rank.
 
         Returns:
             The merged output on the rank of the last stage, None on the others.
@@ -178,14 +179,17 @@ class Pipeline:
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             batch = self._batch(args, kwargs, target)
             split = split_call(*batch, self.schedule.microbatches, **self._specs_of(*batch))
-            program = self._training(*split[:2])
+            counts = self._counts(batch, split, varying=self._edges is None or self._shapes == PER_MICROBATCH)
+            program = self._training(*split[:2], counts.samples)
             detached = Detached(*split[:2])
             step = Step(
                 self.schedule.microbatches,
                 args=detached.args,
                 kwargs=detached.kwargs,
                 targets=split[2],
-                shares=self._shares(split[2]),
+                shares=self._shares(split[2], counts),
+                samples=counts.samples or (),
+                target_samples=counts.targets or (),
                 keep_outputs=return_outputs and self.has_last,
             )
             if self._record is None:
@@ -193,13 +197,15 @@ class Pipeline:
             else:
                 self._record.run(program, step)
             detached.backward()
-        self._report(step, losses)
-        return self._merged(step)
+            self._report(step, losses)
+            return self._merged(step)
 
     def eval(
         self, *args: Any, target: Any = None, losses: MutableSequence[torch.Tensor] | None = None, **kwargs: Any
     ) -> Any:
         """Run one batch forward only, without gradients. It may have any size, and other shapes than in training.
+
+        Modules stay in the mode in which they are: call ``eval()`` on them for dropout and statistics to be off.
 
         Args:
             *args: what the first stage is called with; needed on its rank.
@@ -217,16 +223,19 @@ class Pipeline:
             # A slice of a slice that is made without gradients says that it needs one all the same.
             split = without_history(split_call(*batch, count, **self._specs_of(*batch)))
             missing = self.schedule.microbatches - count
+            counts = self._counts(batch, split, varying=True)
             step = Step(
                 self.schedule.microbatches,
                 args=split[0],
                 kwargs=[*split[1], *[{}] * missing],
                 targets=[*split[2], *[None] * missing],
+                samples=counts.samples or (),
+                target_samples=[*counts.targets, *[0] * missing] if counts.targets else (),
                 keep_outputs=self.has_last,
             )
             self._evaluation(with_loss=target is not None).run(step, self.transport.progress)
-        self._report(step, losses)
-        return self._merged(step)
+            self._report(step, losses)
+            return self._merged(step)
 
     def check_parity(self, *args: Any, target: Any = None, **kwargs: Any) -> Parity:
         """Compare this pipeline with the unsplit model, for one batch. All ranks call it, as they call ``step``.
@@ -354,24 +363,26 @@ class Pipeline:
 
     # Programs -------------------------------------------------------------------------------------------------------
 
-    def _training(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> Program:
+    def _training(
+        self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]], samples: Sequence[int] | None
+    ) -> Program:
         if self.has_first and self._shapes == INFERRED:
-            self._check_seen(args)
+            self._check_seen(args, kwargs)
         if "training" not in self._programs:
             if self._edges is None:  # agreed by all ranks together, once
-                self._edges = self._agreed(args, kwargs)
+                self._edges = self._agreed(args, kwargs, samples)
             self._programs["training"] = self._compiled(self.schedule, self._edges, self._loss_fn)
         return self._programs["training"]
 
-    def _check_seen(self, args: Sequence[Any]) -> None:
+    def _check_seen(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> None:
         """Shapes are agreed once; others would be received into buffers of the wrong size."""
-        seen = agreeing.kinds_of(args)
+        seen = agreeing.kinds_of(args, kwargs)
         if self._seen is None:
             self._seen = seen
         elif seen != self._seen:
             raise MetadataError(
                 f"the microbatches have other shapes than in the first step: {_told(seen)}, agreed was "
-                f"{_told(self._seen)}; if shapes vary, pass shapes={PER_MICROBATCH!r}"
+                f"{_told(self._seen)}; drop a last batch that is smaller, or pass shapes={PER_MICROBATCH!r}"
             )
 
     def _evaluation(self, *, with_loss: bool) -> Program:
@@ -403,11 +414,13 @@ class Pipeline:
         ahead = AHEAD if self.transport.model.lanes == "message" else 0
         return compiled(schedule, self.rank, custom.operation, ahead=ahead)
 
-    def _agreed(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> dict[int, Edge]:
+    def _agreed(
+        self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]], samples: Sequence[int] | None
+    ) -> dict[int, Edge]:
         rank_of = self.schedule.placement.rank_of
         metas: agreeing.Metas | None = None
         if self._shapes == INFERRED:
-            metas = agreeing.inferred(self._stages, rank_of, self.transport, args, kwargs)
+            metas, self._samples = agreeing.inferred(self._stages, rank_of, self.transport, args, kwargs, samples)
         elif isinstance(self._shapes, Mapping):
             microbatches = self.schedule.microbatches
             metas = agreeing.given(self._shapes, self._stages, len(rank_of), self.transport, microbatches)
@@ -437,28 +450,41 @@ class Pipeline:
         """What is to be split, without what this rank does not need."""
         if self.has_first and not args and not kwargs:
             raise MicrobatchError(f"rank {self.rank} has the first stage: call step with its arguments", name="args")
-        if args and not self.has_first:
-            raise MicrobatchError(
-                f"rank {self.rank} does not have the first stage: positional arguments are for rank "
-                f"{self.schedule.placement.rank_of[0]}; a stage gets its own from the stage before",
-                name="args",
-            )
-        return args, kwargs, target if self.has_last else None
+        return args if self.has_first else (), kwargs, target if self.has_last else None
 
     def _specs_of(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
         """The specs of what there is here; they are given for all ranks."""
         given = {"args_spec": bool(args), "kwargs_spec": bool(kwargs), "target_spec": target is not None}
         return {name: self._specs[name] if there else None for name, there in given.items()}
 
-    def _shares(self, targets: Sequence[Any]) -> Sequence[float]:
+    def _counts(self, batch: tuple[Any, Any, Any], split: tuple[Any, Any, Any], *, varying: bool) -> Counts:
+        """How many samples there are in each microbatch, by what this rank has; of the arguments only if they vary."""
+        specs = self._specs_of(*batch)
+        args, kwargs, target = batch
+        known = samples(kwargs, split[1], specs["kwargs_spec"]) if kwargs else None
+        if args and varying:
+            known = samples(args, split[0], specs["args_spec"]) or known
+        of_targets = None if target is None else samples(target, split[2], specs["target_spec"])
+        comparable = of_targets is not None and not is_split_already(target)
+        return Counts(
+            known if self.has_first and varying else None, of_targets if comparable else None, of_targets or known
+        )
+
+    def _shares(self, targets: Sequence[Any], counts: Counts) -> Sequence[float]:
         scale = 1.0 if self._scaling is None else self._scaling.begin()
         if not self.has_last:
             return ()
-        return [scale * share for share in shares(self._reduction, targets, self._specs["target_spec"], self._weight)]
+        if self._samples and counts.targets and list(counts.targets) != list(self._samples):
+            raise unlike_samples(self._samples, counts.targets)
+        return [
+            scale * share for share in shares(self._reduction, targets, counts.known or self._samples, self._weight)
+        ]
 
     @contextmanager
     def _around(self, *, training: bool) -> Iterator[None]:
         """Around a step: when it ends, gradients are complete on all replicas, and an overflow is one everywhere."""
+        for stage in self._stages.values():
+            stage.begin()
         with in_step(self._stages.values(), reduce=training and ComputationType.REDUCE_GRAD not in self._custom):
             yield
         if training and self._scaling is not None:
@@ -468,8 +494,7 @@ class Pipeline:
         found = [loss for loss in step.losses if loss is not None]
         if self._share_losses:
             source, device = self.schedule.placement.rank_of[-1], next(iter(self._stages.values())).device
-            with self._telling:
-                found = shared(found, self.transport, source, device)
+            found = shared(found, self.transport, source, device)
         if losses is not None:
             losses.extend(found)
 
@@ -493,6 +518,20 @@ class Pipeline:
         return program.actions[progress.index] if program and progress.index >= 0 else None
 
 
+class Counts(NamedTuple):
+    """How many samples the microbatches have.
+
+    Attributes:
+        samples: by the arguments of the first stage, if they are here and may vary.
+        targets: by the target, if it has to have as many.
+        known: by whatever there is on this rank.
+    """
+
+    samples: Sequence[int] | None
+    targets: Sequence[int] | None
+    known: Sequence[int] | None
+
+
 def only_compute(schedule: Schedule) -> list[list[Any]]:
     """The compute actions of each row, overlaps taken apart."""
     return [
@@ -504,6 +543,9 @@ def only_compute(schedule: Schedule) -> list[list[Any]]:
 def _stages(stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage]) -> dict[int, Stage]:
     if isinstance(stages, Mapping):
         given = [stage if isinstance(stage, Stage) else Stage(index, stage) for index, stage in stages.items()]
+        for index, stage in zip(stages, given, strict=True):
+            if stage.index != index:
+                raise StageError(f"stages[{index}] is a Stage of index {stage.index}", stage=index)
     else:
         given = list(stages)
         if not all(isinstance(stage, Stage) for stage in given):

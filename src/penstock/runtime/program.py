@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD, RECV_B, RECV_F, SEND_B, SEND_F
+from penstock.runtime.edges import check_unchanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,17 +41,6 @@ class Program:
         for progress.index, operation in enumerate(operations):
             operation(step)
         progress.index = -1
-
-    def run_timed(self, step: Step, progress: Progress) -> list[tuple[float, float]]:
-        """Run all of it; returns when each operation began and ended, in seconds."""
-        self._begin(progress)
-        times = []
-        for progress.index, operation in enumerate(self._operations):
-            begun = time.perf_counter()
-            operation(step)
-            times.append((begun, time.perf_counter()))
-        progress.index = -1
-        return times
 
     def _begin(self, progress: Progress) -> None:
         progress.index = -1
@@ -138,9 +127,10 @@ def _ending(tags: Sequence[int]) -> Operation:
 
     def ending(step: Step) -> None:
         for tag in tags:
-            pending, _ = step.sending.pop(tag, ((), ()))
+            pending, tensors, versions = step.sending.pop(tag, ((), (), ()))
             for transfer in pending:
                 transfer.wait()
+            check_unchanged(tensors, versions)
 
     return ending
 

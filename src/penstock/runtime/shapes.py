@@ -15,6 +15,7 @@ from penstock.runtime.edges import arguments
 from penstock.runtime.encoding import decode, encode
 from penstock.runtime.inputs import tensors_in
 from penstock.runtime.metadata import EdgeMeta, describe, mismatch
+from penstock.runtime.stage import CHANGES_INPUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,18 +30,19 @@ Kinds = tuple[int, ...]
 Metas = dict[int, list[EdgeMeta]]
 
 
-def kinds_of(args: Sequence[Any]) -> tuple[Kinds, tuple[Any, ...]]:
+def kinds_of(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[Kinds, tuple[Any, ...]]:
     """Which microbatches have equal shapes, and what tells them apart.
 
-    >>> kinds_of([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)])[0]
+    >>> kinds_of([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)], [{}, {}, {}])[0]
     (0, 0, 1)
     """
     seen: dict[Any, int] = {}
-    kinds = tuple(seen.setdefault(_signature(value), len(seen)) for value in args)
+    signatures = (_signature(one) + _signature(other) for one, other in zip(args, kwargs, strict=True))
+    kinds = tuple(seen.setdefault(signature, len(seen)) for signature in signatures)
     return kinds, tuple(seen)
 
 
-def _signature(values: tuple[Any, ...]) -> tuple[Any, ...]:
+def _signature(values: tuple[Any, ...] | dict[str, Any]) -> tuple[Any, ...]:
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(values))
 
 
@@ -50,36 +52,38 @@ def inferred(
     transport: Transport,
     args: Sequence[tuple[Any, ...]],
     kwargs: Sequence[dict[str, Any]],
-) -> Metas:
+    samples: Sequence[int] | None,
+) -> tuple[Metas, Sequence[int] | None]:
     """Agree on what goes over every edge to or from the stages of this rank. All ranks of the pipeline call it.
 
     Each stage is run once for every kind of microbatch, the first stage with the real arguments, the others with zeros
-    of the announced shapes; then it tells the next one what comes out.
+    of the announced shapes; then it tells the next one what comes out, and how many samples each microbatch has. The
+    first one knows that, the others are told.
     """
     metas: Metas = {}
     rank = transport.rank
     told: tuple[Kinds, list[EdgeMeta]] = ((), [])
     for index in sorted(stages):
         if index == 0:
-            kinds, found = kinds_of(args)[0], list[EdgeMeta]()
+            kinds, found = kinds_of(args, kwargs)[0], list[EdgeMeta]()
         elif rank_of[index - 1] == rank:
             kinds, found = told
         else:
-            kinds, found = _heard(transport.hear(rank_of[index - 1]), index, len(kwargs))
+            kinds, samples, found = _heard(transport.hear(rank_of[index - 1]), index, len(kwargs))
         if index > 0:
             metas[index - 1] = [found[kind] for kind in kinds]
-        if index == len(rank_of) - 1:
-            break
         outcomes = []
         for kind in range(max(kinds) + 1):
             microbatch = kinds.index(kind)
             values = args[microbatch] if index == 0 else arguments(_stand_in(found[kind], stages[index].device))
-            outcomes.append(_outcome(stages[index], values, kwargs[microbatch]))
+            outcomes.append(_outcome(stages[index], values, kwargs[microbatch], is_last=index == len(rank_of) - 1))
+        if index == len(rank_of) - 1:
+            break
         told = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
-            transport.tell(rank_of[index + 1], _written(*told))
-    return metas
+            transport.tell(rank_of[index + 1], _written(kinds, samples, outcomes))
+    return metas, samples
 
 
 def given(
@@ -87,8 +91,10 @@ def given(
 ) -> Metas:
     """What was given: an example of the output of each stage but the last, for a microbatch. All ranks call it.
 
-    If no tensor of an example needs a gradient, all that can have one do.
+    If no tensor of an example needs a gradient, all that can have one do, unless no stage up to there has a parameter
+    that needs one.
     """
+    trained = _first_trained(stages, transport)
     metas: Metas = {}
     for index in sorted({neighbour for stage in stages for neighbour in (stage - 1, stage)}):
         if not 0 <= index < count - 1:
@@ -98,9 +104,17 @@ def given(
                 f"shapes has no example of what stage {index} gives; add {index}: torch.empty(..., device='meta')",
                 stage=index,
             )
-        metas[index] = [_with_gradients(describe(examples[index]))] * microbatches
+        meta = describe(examples[index])
+        metas[index] = [_with_gradients(meta) if trained is not None and trained <= index else meta] * microbatches
     _compare({stage: found[0] for stage, found in metas.items()}, transport)
     return metas
+
+
+def _first_trained(stages: Mapping[int, Stage], transport: Transport) -> int | None:
+    """The first stage of the pipeline that has something to train."""
+    mine = [index for index, stage in stages.items() if any(one.requires_grad for one in stage.module.parameters())]
+    told = transport.exchange(_COUNT.pack(min(mine)) if mine else b"")
+    return min((_COUNT.unpack(data)[0] for data in told if len(data) == _COUNT.size), default=None)
 
 
 def _compare(metas: dict[int, EdgeMeta], transport: Transport) -> None:
@@ -139,22 +153,31 @@ def _stand_in(meta: EdgeMeta, device: torch.device) -> Any:
     return meta.unflatten([one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors])
 
 
-def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
+def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_last: bool) -> EdgeMeta:
+    """What a stage gives; of the last one that is nobody's concern, but whether it changes its inputs is."""
     try:
-        return _dry_run(stage, args, kwargs)
+        try:
+            output = _dry_run(stage, args, kwargs)
+        except RuntimeError as error:
+            if stage.changes_inputs or CHANGES_INPUTS not in str(error):
+                raise
+            stage.changes_inputs = True
+            output = _dry_run(stage, args, kwargs)
+        return describe(None if is_last else output)
     except Exception as error:
         given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(args))
         told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
         raise StageError(f"{told}: {type(error).__name__}: {error}", stage=stage.index) from error
 
 
-def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
+def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a stage gives, found by running it on copies, with random numbers and buffers as they were."""
     with _unchanged(stage), torch.enable_grad():
-        output = stage.module(*_copied(args), **_copied(kwargs))
+        copies = _copied(args)
+        output = stage.module(*(stage.fresh(copies) if stage.changes_inputs else copies), **_copied(kwargs))
         if stage.parallel is not None:
             stage.parallel.reshard()
-        return describe(output)
+        return output
 
 
 def _copied(values: Any) -> Any:
@@ -187,35 +210,39 @@ def _unchanged(stage: Stage) -> Iterator[None]:
                     buffers[name] = buffer
 
 
-def _written(kinds: Kinds, metas: Sequence[EdgeMeta]) -> bytes:
-    return _joined([struct.pack(f"<{len(kinds)}I", *kinds), *map(encode, metas)])
+def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[EdgeMeta]) -> bytes:
+    return _joined([_numbers(kinds), _numbers(samples or ()), *map(encode, metas)])
+
+
+def _numbers(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
 
 
 def _joined(parts: Sequence[bytes]) -> bytes:
     return b"".join(_COUNT.pack(len(part)) + part for part in parts)
 
 
-def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, list[EdgeMeta]]:
+def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[EdgeMeta]]:
     """What the stage before announced."""
     try:
-        kinds, metas = _read(data)
-        if len(kinds) != microbatches:
+        kinds, samples, metas = _read(data)
+        if len(kinds) != microbatches or len(samples) not in (0, microbatches):
             raise MetadataError(f"{len(kinds)} microbatches were announced, there are {microbatches}")
     except MetadataError as error:
         told = f"what stage {stage - 1} announced to stage {stage} cannot be used: {error}"
         raise MetadataError(told) from error
-    return kinds, metas
+    return kinds, samples or None, metas
 
 
-def _read(data: bytes) -> tuple[Kinds, list[EdgeMeta]]:
+def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[EdgeMeta]]:
     parts = list(_parts(data))
-    if len(parts) < 2 or len(parts[0]) % _COUNT.size:
+    if len(parts) < 3 or len(parts[0]) % _COUNT.size or len(parts[1]) % _COUNT.size:
         raise MetadataError("a stage announced its shapes in a way that cannot be read: it may run another version")
-    kinds = tuple(number for (number,) in _COUNT.iter_unpack(parts[0]))
-    metas = [decode(part) for part in parts[1:]]
+    kinds, samples = (tuple(number for (number,) in _COUNT.iter_unpack(part)) for part in parts[:2])
+    metas = [decode(part) for part in parts[2:]]
     if set(kinds) != set(range(len(metas))):
         raise MetadataError(f"{len(metas)} kinds of microbatches were described, and others occur")
-    return kinds, metas
+    return kinds, samples, metas
 
 
 def _parts(data: bytes) -> Iterator[bytes]:

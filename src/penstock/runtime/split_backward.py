@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.engine import accumulate, gradients_at
+from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
 from penstock.runtime.products import PRODUCTS
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class WeightBackward:
         gradients = [gradient for gradient in self._gradients if gradient is not None]
         self._edges, self._gradients, self._points = (), (), ()
         size = 0
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             for output, below, product, complete in points:
                 if output and (gradient := output.pop()) is not None:
                     made = product(gradient)
@@ -466,7 +466,4 @@ def _in_one_piece(
 ) -> list[torch.Tensor | None]:
     """The whole backward, for a graph that cannot be cut."""
     accumulate(roots, gradients)
-    found = [tensor.grad for tensor in inputs]
-    for tensor in inputs:
-        tensor.grad = None
-    return found
+    return taken(inputs)

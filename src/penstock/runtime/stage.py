@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
 from penstock.runtime.data_parallel import adapter_for
-from penstock.runtime.engine import accumulate
+from penstock.runtime.engine import accumulate, is_shared, taken
 from penstock.runtime.split_backward import SplitBackward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.autograd.graph import GradientEdge
+
     from penstock.runtime.data_parallel import DataParallel
     from penstock.runtime.step import Flight
 
+#: What torch says when a leaf is changed in place.
+CHANGES_INPUTS: Final = "leaf Variable that requires grad"
 #: Called after the backward of inputs; returns what computes the gradients of weights.
 WeightGradients = Callable[[], Callable[[], None]]
 
@@ -34,6 +40,8 @@ class Stage:
         dw_builder: for a module that computes the gradients of its weights itself: its backward leaves them out; after
             the backward of a microbatch ``dw_builder()`` is called and must return a function that computes them, which
             is called when the schedule says W.
+        changes_inputs: whether the module changes its inputs in place, e.g. begins with ``ReLU(inplace=True)``; found
+            out by itself where shapes are inferred.
         parallel: how the module's parameters are shared with other replicas of it, if they are.
     """
 
@@ -44,6 +52,7 @@ class Stage:
         *,
         device: torch.device | str | None = None,
         dw_builder: WeightGradients | None = None,
+        changes_inputs: bool = False,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise StageError(f"stage {index} must be a torch.nn.Module, not {module!r}", stage=index)
@@ -52,18 +61,47 @@ class Stage:
         self.device = torch.device(device) if device is not None else _device_of(module)
         self.dw_builder = dw_builder
         self.parallel: DataParallel | None = adapter_for(module, index)
+        self.changes_inputs = changes_inputs
         self._split = SplitBackward()
+        self._without_gradient: list[torch.Tensor] = []
 
-    def backward(self, flight: Flight, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def begin(self) -> None:
+        """A step begins."""
+        parameters = self.module.parameters()
+        self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
+
+    def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a stage that changes them in place: as results of an operation, which may be changed."""
+        fresh: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, _fresh, args)
+        return fresh
+
+    def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """B: the gradients of the inputs; those of the weights are added to ``.grad``."""
-        if flight.roots:
-            accumulate(flight.roots, gradients)
+        self._whole_backward(flight, gradients)
         if self.dw_builder:
             self.dw_builder()()
-        return _taken(flight.inputs)
+        return taken(flight.inputs)
+
+    def _whole_backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> None:
+        roots, known = _known(flight.roots, gradients)
+        if roots:
+            accumulate(roots, known)
+            self._own_gradients()
+
+    def _own_gradients(self) -> None:
+        """Give every parameter that has just got its first gradient one of its own.
+
+        Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in
+        place, and would change both.
+        """
+        for parameter in self._without_gradient:
+            if parameter.grad is not None and is_shared(parameter.grad):
+                parameter.grad = parameter.grad.clone()
+        if self._without_gradient:
+            self._without_gradient = [one for one in self._without_gradient if one.grad is None]
 
     def input_backward(
-        self, flight: Flight, gradients: Sequence[torch.Tensor]
+        self, flight: Flight, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
         """I: the gradients of the inputs, and W as a function."""
         found, weight_backward = self._input_backward(flight, gradients)
@@ -72,15 +110,17 @@ class Stage:
         return found, partial(self.parallel.weight_backward, weight_backward)
 
     def _input_backward(
-        self, flight: Flight, gradients: Sequence[torch.Tensor]
+        self, flight: Flight, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
         if self.dw_builder:
-            if flight.roots:
-                accumulate(flight.roots, gradients)
-            return _taken(flight.inputs), self.dw_builder()
-        if not flight.roots:
+            self._whole_backward(flight, gradients)
+            return taken(flight.inputs), self.dw_builder()
+        roots, known = _known(flight.roots, gradients)
+        if not roots:
             return [None] * len(flight.inputs), _nothing
-        return self._split.input_backward(flight.roots, gradients, flight.inputs)
+        found, left = self._split.input_backward(roots, known, flight.inputs)
+        self._own_gradients()
+        return found, left
 
     def loss_root(self, loss: Any) -> tuple[Any, ...]:
         """Where the graph of a loss begins."""
@@ -90,12 +130,33 @@ class Stage:
         return (get_gradient_edge(loss),) if loss.requires_grad else ()
 
 
-def _taken(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of leaves, taken away from them."""
-    found = [tensor.grad for tensor in inputs]
-    for tensor in inputs:
-        tensor.grad = None
-    return found
+def _known(
+    roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]
+) -> tuple[Sequence[GradientEdge], Sequence[torch.Tensor]]:
+    """The roots that have a gradient; one that the next stage has no use for has none."""
+    if any(gradient is None for gradient in gradients):
+        there = [gradient is not None for gradient in gradients]
+        return list(compress(roots, there)), [gradient for gradient in gradients if gradient is not None]
+    return (roots, cast("Sequence[torch.Tensor]", gradients)) if gradients else ((), ())
+
+
+class _Fresh(torch.autograd.Function):
+    """A leaf's value as the result of an operation. In-place operations on a leaf, or a view of it, are refused."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        """The same memory, not a view."""
+        return leaf.data
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """The same gradient."""
+        return gradient
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = _Fresh.apply(tensor) if tensor.requires_grad and tensor.is_leaf else tensor  # type: ignore[no-untyped-call]
+    return made
 
 
 def _nothing() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.errors import MicrobatchError
+
 if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import GradientEdge
@@ -45,7 +47,9 @@ class Step:
         handed: activations from a stage of the same rank.
         leaving: activations that have yet to be sent.
         metas: the description of each activation that was sent, where it varies.
-        sending: what has been sent but not been waited for, with the tensors.
+        sending: what has been sent but not been waited for, with the tensors and their versions.
+        samples: how many samples each microbatch has: known at the first stage, and told with what varies.
+        target_samples: how many each target has, if they are to be compared.
         flights: microbatches between forward and backward.
         deferred: weight gradients to be computed.
     """
@@ -64,9 +68,11 @@ class Step:
         "losses",
         "metas",
         "outputs",
+        "samples",
         "seeds",
         "sending",
         "shares",
+        "target_samples",
         "targets",
     )
 
@@ -78,6 +84,8 @@ class Step:
         kwargs: Sequence[dict[str, Any]] = (),
         targets: Sequence[Any] = (),
         shares: Sequence[float] = (),
+        samples: Sequence[int] = (),
+        target_samples: Sequence[int] = (),
         keep_outputs: bool = False,
     ) -> None:
         self.args = args
@@ -92,11 +100,29 @@ class Step:
         self.leaving: dict[int, Any] = {}
         self.metas: dict[int, EdgeMeta] = {}
         self.arriving_gradients: dict[int, tuple[Tensors, Sequence[Pending]]] = {}
-        self.handed_gradients: dict[int, Tensors] = {}
+        self.handed_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self.leaving_gradients: dict[int, Tensors] = {}
-        self.sending: dict[int, tuple[Sequence[Pending], Tensors]] = {}
+        self.sending: dict[int, tuple[Sequence[Pending], Tensors, Sequence[int]]] = {}
+        self.samples = dict(enumerate(samples))
+        self.target_samples = target_samples
         self.flights: dict[int, Flight] = {}
         self.deferred: dict[int, Callable[[], None]] = {}
+
+    def check_samples(self, microbatch: int) -> None:
+        """Refuse a microbatch whose target is of another size: a loss function might not notice."""
+        known = self.samples.get(microbatch)
+        if self.target_samples and known is not None and known != self.target_samples[microbatch]:
+            raise unlike_samples([known], [self.target_samples[microbatch]])
+
+
+def unlike_samples(samples: Sequence[int], targets: Sequence[int]) -> MicrobatchError:
+    """The error for a target that is not of the size of the batch."""
+    return MicrobatchError(
+        f"the target has {sum(targets)} samples (by microbatch {list(targets)}), what the first stage got has "
+        f"{sum(samples)} ({list(samples)}); give both of the same batch, or a target that is split already: "
+        "Microbatches([...])",
+        name="target",
+    )
 
 
 Operation = Callable[[Step], None]

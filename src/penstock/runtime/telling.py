@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockError, StepError
 from penstock.runtime import operations
+from penstock.runtime.stage import CHANGES_INPUTS
 from penstock.runtime.transport.failing import step_error
 from penstock.runtime.transport.protocol import Failure
 
@@ -84,7 +85,8 @@ def _place(part: Action) -> str:
 
 def _said(error: BaseException) -> str:
     try:
-        return str(error) or "no message"
+        said = str(error) or "no message"
+        return f"{said} Say so: Stage(index, module, changes_inputs=True)" if CHANGES_INPUTS in said else said
     except Exception as another:  # it is not ours, and the others must be told in any case
         return f"its message cannot be shown ({type(another).__name__})"
 
