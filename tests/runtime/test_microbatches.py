@@ -181,8 +181,7 @@ def test_parts_are_views():
             [torch.ones(3, 9)],
             None,
             "value[0]",
-            "value[0] of shape [3, 9] cannot be split into 4 microbatches: it has 3 along dimension 0; write Tensor"
-            "ChunkSpec(dim) in its spec to split another dimension, or Replicate",
+            "value[0] of shape [3, 9] cannot be split into 4 microbatches: it has 3 along dimension 0; give at least 4",
         ),
         ([torch.ones(3, 9)], [TensorChunkSpec(2)], "value[0]", "value[0] of shape [3, 9] has no dimension 2 to split"),
         (
@@ -251,11 +250,14 @@ def test_a_type_without_names_for_its_children():
 
 
 def test_samples_weigh_a_mean():
-    assert samples(split((torch.ones(7, 2), 3), None, 3)) == [3, 2, 2]
-    assert samples(split(["text"], None, 3)) == [1, 1, 1]
+    value = (torch.ones(7, 2), 3)
+    assert samples(value, split(value, None, 3)) == [3, 2, 2]
+    assert samples(["text"], split(["text"], None, 3)) is None
     value, spec = [torch.ones(9), torch.ones(2, 7)], [Replicate, TensorChunkSpec(1)]
-    assert samples(split(value, spec, 3), spec) == [3, 2, 2]
-    assert samples([torch.ones(()), torch.ones(())]) == [1, 1]
+    assert samples(value, split(value, spec, 3), spec) == [3, 2, 2]
+    parts = [torch.ones(4), torch.ones(1)]
+    assert samples(Microbatches(parts), parts) == [4, 1]
+    assert samples(Microbatches(["text", "more"]), ["text", "more"]) is None
 
 
 # --- merging

@@ -352,9 +352,9 @@ def test_the_dry_run_changes_nothing_that_can_be_seen():
     buffer = module.replaced
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    meta = shapes._dry_run(stage, (torch.ones(4, 3, requires_grad=True),), {})
-    assert str(meta.tensors[0]) == "float32[4, 3]"
-    assert meta.tensors[0].requires_grad
+    output = shapes._dry_run(stage, (torch.ones(4, 3, requires_grad=True),), {})
+    assert output.shape == (4, 3)
+    assert output.requires_grad
     assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
     assert module.replaced is buffer
@@ -609,9 +609,7 @@ def test_missing_arguments_are_told_to_every_rank():
     all_told(
         mistaken("1F1B", 2, call=lambda pipe: pipe.step(target=x_and_y()[1] if pipe.has_last else None)), "call step"
     )
-    all_told(
-        mistaken("1F1B", 2, call=lambda pipe: pipe.step(x_and_y()[0], target=x_and_y()[1])), "does not have the first"
-    )
+    assert mistaken("1F1B", 2, call=lambda pipe: pipe.step(x_and_y()[0], target=x_and_y()[1])) == [None, None]
     all_told(mistaken("1F1B", 2, call=lambda pipe: step(pipe, *x_and_y(3))), "cannot be split into 4 microbatches")
 
 

@@ -197,6 +197,7 @@ def mismatch(
 
 
 VARIES = 'if shapes vary between microbatches, pass shapes="per_microbatch"'
+TYPE_VARIES = 'if element types vary between microbatches, pass shapes="per_microbatch"'
 STRUCTURE_VARIES = 'if what a stage returns varies between microbatches, pass shapes="per_microbatch"'
 GRADIENT = "a stage must need the gradient of its input for every microbatch, or for none"
 
@@ -208,7 +209,7 @@ def _difference(agreed: EdgeMeta, found: EdgeMeta, gradients: bool) -> tuple[str
     for path, want, have in zip(places, agreed.tensors, found.tensors, strict=True):
         name = written("output", path)
         if (want.shape, want.dtype) != (have.shape, have.dtype):
-            return f"{name} is {have}, agreed was {want}", VARIES
+            return f"{name} is {have}, agreed was {want}", VARIES if want.shape != have.shape else TYPE_VARIES
         if gradients and want.requires_grad != have.requires_grad:
             return f"{name} has requires_grad={have.requires_grad}, agreed was {want.requires_grad}", GRADIENT
     return None

@@ -374,8 +374,9 @@ def _agree(trees: list[_Tree], microbatches: int) -> None:
         name = tree.place(index)
         raise MicrobatchError(
             f"{_seen(tree, index)} cannot be split into {microbatches} microbatches: it has {size} along "
-            f"dimension {_dim(tree.specs[index])}; write TensorChunkSpec(dim) in its spec to split another dimension, "
-            "or Replicate if every microbatch needs all of it",
+            f"dimension {_dim(tree.specs[index])}; give at least {microbatches} samples (drop a last batch that is "
+            "smaller) or a schedule of fewer microbatches; if another dimension counts the samples, write "
+            "TensorChunkSpec(dim) in its spec",
             name=name,
         )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from penstock.errors import MetadataError, MicrobatchError, ScheduleError, StageError
+from penstock.errors import MetadataError, MicrobatchError, ScheduleError, StageError, StepError
 from penstock.graph.models import CommModel
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
@@ -287,7 +287,9 @@ class Pipeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and not isinstance(error, StepError):
+            self.transport.fail(failure_of(error, self.rank, None))  # or the others would wait for this rank
         self.close()
 
     # Setting up -----------------------------------------------------------------------------------------------------
@@ -318,11 +320,15 @@ class Pipeline:
     def _check_stages(self) -> None:
         schedule, rank = self.schedule, self.transport.rank
         if self.transport.ranks != schedule.ranks:
-            raise StageError(f"the schedule is for {schedule.ranks} ranks, but the group has {self.transport.ranks}")
+            raise StageError(
+                f"the schedule is for {schedule.ranks} ranks, but the group has {self.transport.ranks}: build it with "
+                f"ranks={self.transport.ranks}, or start {schedule.ranks} processes"
+            )
         wanted = schedule.placement.stages_of(rank)
         if sorted(self._stages) != sorted(wanted):
             raise StageError(
-                f"rank {rank} needs the stages {sorted(wanted)} of this schedule, and was given {sorted(self._stages)}"
+                f"rank {rank} needs the stages {sorted(wanted)} of this schedule, and was given "
+                f"{sorted(self._stages)}: schedule.placement.stages_of({rank}) says which"
             )
         if self.has_last and self._loss_fn is None and not self._forward_only:
             raise StageError(
@@ -354,6 +360,7 @@ class Pipeline:
         schedule = self.schedule
         digest = hashlib.sha256(schedule.codes.tobytes() + schedule.offsets.tobytes()).hexdigest()[:16]
         size = f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        size = f"{schedule.metadata.get('name', 'no name')}, {size}"
         return {
             "schedule": f"{size}, {len(schedule.codes)} actions, sha256 {digest}",
             "kind of shapes": self._shapes if isinstance(self._shapes, str) else "given",
@@ -475,7 +482,8 @@ class Pipeline:
         if not self.has_last:
             return ()
         if self._samples and counts.targets and list(counts.targets) != list(self._samples):
-            raise unlike_samples(self._samples, counts.targets)
+            varies = f"; other shapes than in the first step, when this was agreed, need shapes={PER_MICROBATCH!r}"
+            raise unlike_samples(self._samples, counts.targets, varies)
         return [
             scale * share for share in shares(self._reduction, targets, counts.known or self._samples, self._weight)
         ]

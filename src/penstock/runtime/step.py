@@ -115,12 +115,12 @@ class Step:
             raise unlike_samples([known], [self.target_samples[microbatch]])
 
 
-def unlike_samples(samples: Sequence[int], targets: Sequence[int]) -> MicrobatchError:
+def unlike_samples(samples: Sequence[int], targets: Sequence[int], hint: str = "") -> MicrobatchError:
     """The error for a target that is not of the size of the batch."""
     return MicrobatchError(
         f"the target has {sum(targets)} samples (by microbatch {list(targets)}), what the first stage got has "
         f"{sum(samples)} ({list(samples)}); give both of the same batch, or a target that is split already: "
-        "Microbatches([...])",
+        f"Microbatches([...]){hint}",
         name="target",
     )
 
