@@ -60,7 +60,6 @@ class Workplace:
         self.count = count
         self.microbatches = microbatches
         self.loss_fn = loss_fn
-        self._last_seed = torch.empty(0), -1.0
 
     def operation(self, action: Action, part: Callable[[Action], Operation | None] | None = None) -> Operation | None:
         """What to do for an action; None if there is nothing. `part` makes the operations of an overlap's parts."""
@@ -102,7 +101,7 @@ class Workplace:
     def _give(self, stage: Stage, microbatch: int) -> Give:
         if stage.index < self.count - 1:
             return self.edges[stage.index].give(microbatch)
-        loss_fn, seed = self.loss_fn, self._seed
+        loss_fn = self.loss_fn
 
         def give(step: Step, output: Any) -> Any:
             if step.outputs is not None:
@@ -115,18 +114,10 @@ class Workplace:
             roots = stage.loss_root(loss)
             step.losses[microbatch] = loss = loss.detach()
             if roots:
-                step.seeds[microbatch] = seed(loss, step.shares[microbatch])
+                step.seeds[microbatch] = step.seed(loss, step.shares[microbatch])
             return roots
 
         return give
-
-    def _seed(self, loss: torch.Tensor, share: float) -> Sequence[torch.Tensor]:
-        """What the backward of a loss begins with. As a rule it is the same for all."""
-        last, its_share = self._last_seed
-        if share != its_share or last.shape != loss.shape or last.dtype != loss.dtype or last.device != loss.device:
-            last = torch.full_like(loss, share)
-            self._last_seed = last, share
-        return (last,)
 
     def _backward(self, action: Action) -> Operation:
         stage, slot = self.stages[action.stage_index], self._slot(action)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from penstock.errors import MicrobatchError
 
 if TYPE_CHECKING:
-    import torch
     from torch.autograd.graph import GradientEdge
 
     from penstock.runtime.metadata import EdgeMeta
@@ -41,6 +42,7 @@ class Step:
         targets: what the loss function gets beside the output, for each microbatch.
         shares: what each microbatch's loss counts for in that of the batch.
         seeds: the gradient of each loss that has been computed.
+        last_seed: the one that was made last, and for which share.
         losses: the loss of each microbatch, without history, where it is computed.
         outputs: the output of each microbatch, if they are to be kept.
         arriving: activations that have been asked for.
@@ -63,6 +65,7 @@ class Step:
         "handed",
         "handed_gradients",
         "kwargs",
+        "last_seed",
         "leaving",
         "leaving_gradients",
         "losses",
@@ -93,6 +96,7 @@ class Step:
         self.targets = targets
         self.shares = shares
         self.seeds: dict[int, Tensors] = {}
+        self.last_seed: tuple[torch.Tensor, float] | None = None
         self.losses: list[torch.Tensor | None] = [None] * microbatches
         self.outputs: list[Any] | None = [None] * microbatches if keep_outputs else None
         self.arriving: dict[int, Any] = {}
@@ -107,6 +111,16 @@ class Step:
         self.target_samples = target_samples
         self.flights: dict[int, Flight] = {}
         self.deferred: dict[int, Callable[[], None]] = {}
+
+    def seed(self, loss: torch.Tensor, share: float) -> Tensors:
+        """What the backward of a loss begins with; as a rule the same for all microbatches, and made once."""
+        if self.last_seed is not None:
+            seed, its_share = self.last_seed
+            if share == its_share and seed.shape == loss.shape and seed.dtype == loss.dtype:
+                return (seed,)
+        seed = torch.full_like(loss, share)
+        self.last_seed = seed, share
+        return (seed,)
 
     def check_samples(self, microbatch: int) -> None:
         """Refuse a microbatch whose target is of another size: a loss function might not notice."""
