@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.graph.models import CommModel
+from penstock.runtime.encoding import DTYPES
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.protocol import Failure, Transport
 from runtime.workers import Ended, Workers
@@ -128,22 +129,27 @@ def beside_another(transport, group):
 
 
 def in_many_forms(transport):
-    """Not contiguous, with a gradient, of any type."""
+    """Of every type, without dimensions or elements, with a gradient; but not in another order than that of memory."""
     following, before = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
-    for tag, tensor in enumerate(
-        [
-            torch.arange(12.0).reshape(3, 4).t(),
-            torch.arange(6.0, requires_grad=True)[::2],
-            torch.tensor([True, False]),
-            torch.tensor([1.5], dtype=torch.bfloat16),
-            torch.tensor(3 + 4j),
-        ]
-    ):
-        received = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    bits = torch.tensor([0, 1] * 16, dtype=torch.uint8)
+    tensors = [bits.view(dtype).reshape(2, -1) for dtype in DTYPES]
+    tensors += [tensor[0, 0] for tensor in tensors]
+    tensors += [torch.zeros(2, 0), torch.arange(6.0, requires_grad=True)]
+    for tag, tensor in enumerate(tensors):
+        received = torch.zeros(tensor.nbytes, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
         works = [transport.send(tensor, following, tag), transport.receive(received, before, tag)]
         for work in works:
             work.wait()
-        assert torch.equal(received, tensor)
+        assert raw(received) == raw(tensor)
+    turned = torch.arange(12.0).reshape(3, 4).t()
+    with pytest.raises(TransportError, match=r"must be contiguous; this has strides \[1, 4\]"):
+        transport.send(turned, following, 0)
+    with pytest.raises((ValueError, RuntimeError)):  # of the backend, or of the view in bytes
+        transport.receive(turned, before, 0)
+
+
+def raw(tensor):
+    return tensor.detach().reshape(-1).view(torch.uint8).tolist()
 
 
 def words_and_rounds(transport):
@@ -211,14 +217,35 @@ def another_backend(rank, ranks):
     assert transport.model == CommModel("rendezvous", "pair")
     transport.connect([(0, 1), (1, 2)])
     out_of_order(transport)
+    in_many_forms(transport)
     words_and_rounds(transport)
     transport.close()
+    with pytest.raises(TransportError, match="does not carry tensors on cuda:1, but cpu:by_another_name"):
+        DistributedTransport(group, device=torch.device("cuda:1"))
+    dist.destroy_process_group(group)
+
+
+def one_for_each_device(rank, ranks):
+    """A group with two backends: which one it is depends on where the tensors are."""
+    dist.Backend.register_backend("by_another_name", gloo_by_another_name, devices=["cpu", "cuda"])
+    group = dist.new_group(range(ranks), backend="cpu:gloo,cuda:by_another_name")
+    transport = DistributedTransport(group, timeout=20, device=torch.device("cpu"))
+    assert transport.model == CommModel("rendezvous", "message")
+    transport.exchange(b"")  # nobody closes while another still connects
+    transport.close()
+    with pytest.raises(TransportError, match="rank 0 by gloo, rank 1 by by_another_name; let all be on one kind"):
+        DistributedTransport(group, timeout=20, device=torch.device(("cpu", "cuda:1")[rank]))
     dist.destroy_process_group(group)
 
 
 def test_another_backend():
     with Workers(3) as pool:
         pool.run(another_backend)
+
+
+def test_a_backend_for_each_device():
+    with Workers(2) as pool:
+        pool.run(one_for_each_device)
 
 
 def alone(rank, ranks, *, group):
@@ -254,6 +281,7 @@ def one_tells(rank, ranks, others, *, group):
     assert told == FAILURE
     assert seconds < SOON
     check_dead(transport)
+    dist.barrier(group)  # the news ends the waits, not that the others close
     transport.close()
     return seconds
 
@@ -274,6 +302,24 @@ ACTIONS = {
 )
 def test_a_failure_ends_every_wait(workers, others):
     workers.run(one_tells, others, limit=40)
+
+
+def without_a_name(rank, ranks, port, backend):
+    """The group has no backend by name; for CPU tensors it is gloo all the same."""
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    assert dist.get_backend() != "gloo"
+    transport = DistributedTransport(timeout=30, device=torch.device("cpu"))
+    assert transport.model == CommModel("rendezvous", "message")
+    transport.exchange(b"")  # nobody closes while another still connects
+    transport.close()
+    return one_tells(rank, ranks, ("receive", "", "send", "receive"), group=None)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_a_failure_in_a_group_without_a_backend_by_name(backend):
+    with Workers(4) as pool:
+        assert max(pool.run(without_a_name, free_port(), backend, limit=40)) < SOON
 
 
 def told_while_idle(rank, ranks, *, group):

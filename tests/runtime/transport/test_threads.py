@@ -6,6 +6,8 @@ import torch
 
 from penstock.errors import MetadataError, StepError, TransportError
 from penstock.graph.models import CommModel
+from penstock.runtime.transport.distributed import byte_each_way
+from penstock.runtime.transport.groups import by_bytes
 from penstock.runtime.transport.protocol import Failure, Transport
 from penstock.runtime.transport.threads import ThreadTransport, run_in_threads, thread_transports
 
@@ -135,6 +137,31 @@ def test_a_full_lane_is_told():
 
     with pytest.raises(StepError, match=r"rank 0 waits in 0SEND_F1 \(its lane is full\) for rank 1, which waits in"):
         run_in_threads(worker, 2, model=CommModel("bounded(1)", "direction"), timeout=20)
+
+
+@pytest.mark.parametrize("lanes", ["rank", "pair", "direction", "message"])
+def test_connections_come_up_without_a_circle(lanes):
+    """What the distributed transport posts in connect, here where nothing is buffered."""
+    pairs = [(first, second) for second in range(4) for first in range(second)]
+
+    def worker(transport):
+        for pair in pairs:
+            if transport.rank in pair:
+                peer = sum(pair) - transport.rank
+                at(transport, f"{pair}")
+                posted = byte_each_way(transport.send, transport.receive, torch.zeros(1), transport.rank, peer)
+                for one in posted:
+                    one.wait()
+
+    assert run_in_threads(worker, 4, model=CommModel("rendezvous", lanes), timeout=20) == [None] * 4
+
+
+def test_bytes_in_place_of_what_a_backend_may_not_take():
+    posted = []
+    post = by_bytes(lambda tensors, peer, tag: posted.append((tensors[0].dtype, peer, tag)), frozenset({torch.half}))
+    for tag, dtype in enumerate([torch.half, torch.complex64, torch.bool, torch.int16, torch.uint8]):
+        post([torch.zeros((), dtype=dtype)], 3, tag)
+    assert posted == [(torch.half, 3, 0), *((torch.uint8, 3, tag) for tag in range(1, 5))]
 
 
 @pytest.mark.parametrize("what", ["receive", "hear", "exchange"])

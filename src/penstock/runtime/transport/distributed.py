@@ -9,7 +9,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.runtime.transport.board import Board
 from penstock.runtime.transport.failing import dead_error, label_of, peer_of, step_error
-from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup
+from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup, backend_for
 from penstock.runtime.transport.mailbox import Mailbox
 from penstock.runtime.transport.protocol import Failure, Progress
 from penstock.runtime.transport.stores import own_connection, own_prefix
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.runtime.transport.groups import Post, Work
+
+Posted = TypeVar("Posted")
 
 #: So much later than the watch, which can say more, the backend and the mailbox give up a wait, in seconds.
 _BACKEND_GRACE: Final = {"gloo": 1.0}
@@ -47,28 +49,37 @@ class DistributedTransport:
     Args:
         group: the process group; the default one if None. Ranks are those in the group.
         timeout: how many seconds a rank may wait for another.
+        device: where the tensors are; by default on what the group is for.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 300.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 300.0,
+        device: torch.device | None = None,
+    ) -> None:
         parent = group if group is not None else dist.group.WORLD
         if parent is None or not isinstance(parent, dist.ProcessGroup):
             raise TransportError("there is no process group that this process is in: call init_process_group first")
         if timeout <= 0:
             raise TransportError(f"the timeout must be more than 0 s, not {timeout}")
+        backend, device = backend_for(parent, device)
         self.rank: int = parent.rank()
         self.ranks: int = parent.size()
         self.progress = Progress()
         self._timeout = timeout
+        self._device = torch.device("cpu") if backend == "gloo" else device  # of the bytes that connect sends
         self._failure: Failure | None = None
         self._lock = threading.Lock()
         self._connecting = self._closed = False
         store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
         self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
         self._board = Board(own_connection(store), self.rank, self.ranks)
-        self._meet()
-        grace = _BACKEND_GRACE.get(str(dist.get_backend(parent)), _UNKNOWN_GRACE)
+        self._meet(backend)
+        grace = _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
         try:
-            self._group = OwnGroup(parent, PrefixStore("group", store), timedelta(seconds=timeout + grace))
+            self._group = OwnGroup(parent, PrefixStore("group", store), timedelta(seconds=timeout + grace), backend)
         except RuntimeError as error:
             raise self._not_connected(error) from error
         self.model = self._group.model
@@ -88,8 +99,11 @@ class DistributedTransport:
             self._connecting = False
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Post a send. The tensor is not changed until it is done."""
-        return self._send([tensor if tensor.is_contiguous() else tensor.contiguous()], peer, tag)
+        """Post a send of a contiguous tensor, which is not changed until it is done."""
+        if not tensor.is_contiguous():
+            # A copy would be in another order than what the other side receives into.
+            raise TransportError(f"a tensor to send must be contiguous; this has strides {list(tensor.stride())}")
+        return self._send([tensor], peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Post a receive into a tensor, which is contiguous and exactly as large as what is sent.
@@ -189,13 +203,13 @@ class DistributedTransport:
 
     # Within ---------------------------------------------------------------------------------------------------------
 
-    def _meet(self) -> None:
-        """Wait until all ranks are here, or the backend would wait for one without naming it.
+    def _meet(self, backend: str) -> None:
+        """Wait until all ranks are here, with one backend, or it would wait for one without naming it.
 
         Who comes when another has given up waiting is told.
         """
         try:
-            self._mailbox.exchange(b"", lambda _: None)
+            backends = self._mailbox.exchange(backend.encode(), lambda _: None)
         except TransportError as error:
             told = f"not all ranks make their Pipeline: {error}"
             self._board.tell_failure(Failure(self.rank, told))
@@ -203,6 +217,9 @@ class DistributedTransport:
         failure = self._board.failure()
         if failure is not None:
             raise step_error(failure)
+        if len(set(backends)) > 1:
+            told = ", ".join(f"rank {rank} by {name.decode()}" for rank, name in enumerate(backends))
+            raise TransportError(f"tensors cannot go from rank to rank: {told}; let all be on one kind of device")
 
     def _not_connected(self, error: RuntimeError) -> TransportError:
         awaited = re.search(r"keys: \S*/(\d+)$", str(error))  # gloo waits for the address of a rank
@@ -216,11 +233,10 @@ class DistributedTransport:
     def _warm_up(self, pair: tuple[int, int]) -> None:
         """A byte each way."""
         peer = pair[1] if pair[0] == self.rank else pair[0]
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._group.device)
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         limit = timedelta(seconds=self._timeout)
         try:
-            posted = [self._send([byte], peer, WARM_UP_TAG), self._receive([byte.clone()], peer, WARM_UP_TAG)]
-            for work in posted:
+            for work in byte_each_way(self.send, self.receive, byte, self.rank, peer):
                 work.wait(limit)
         except PenstockError:
             raise
@@ -257,6 +273,20 @@ class DistributedTransport:
         where = "" if label is None else f" in {label}"
         told = f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed ({_reason(error)})"
         return Failure(self.rank if peer is None else peer, told, label)
+
+
+def byte_each_way(
+    send: Callable[[torch.Tensor, int, int], Posted],
+    receive: Callable[[torch.Tensor, int, int], Posted],
+    byte: torch.Tensor,
+    rank: int,
+    peer: int,
+) -> list[Posted]:
+    """Post what brings up the connection to a peer, which posts the same."""
+    # The lower rank receives first, or both could wait to send.
+    if rank < peer:
+        return [receive(byte.clone(), peer, WARM_UP_TAG), send(byte, peer, WARM_UP_TAG)]
+    return [send(byte, peer, WARM_UP_TAG), receive(byte.clone(), peer, WARM_UP_TAG)]
 
 
 def _is_of_a_connection(error: BaseException) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 import torch
 import torch.distributed as dist
 
+from penstock.errors import TransportError
 from penstock.graph.models import CommModel
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 #: Tags that no transfer of a schedule has.
 WARM_UP_TAG: Final = 2**31 - 2
 _CLOSING_TAG: Final = 2**31 - 1
+#: What NCCL takes as it is, of what there usually is. Of other backends nothing is known: they get bytes.
+_TAKEN: Final = {
+    "nccl": frozenset(
+        {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
+    )
+}
 
 
 class Work(Protocol):
@@ -44,6 +51,36 @@ class Connections(Protocol):
         """End everything that is under way, if the backend can."""
 
 
+def backend_for(parent: dist.ProcessGroup, device: torch.device | None = None) -> tuple[str, torch.device]:
+    """The backend of a group for tensors on a device, and the device: by default that which the group is for.
+
+    The name of a group's backend does not tell: it is "undefined" if none was given, and there may be one per device.
+    """
+    config = dist.get_backend_config(parent)
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator if accelerator is not None and accelerator.type in backends else torch.device("cpu")
+    if device.type not in backends:
+        raise TransportError(
+            f"the process group does not carry tensors on {device}, but {config}: "
+            f"call init_process_group with a backend for them, e.g. 'cpu:gloo,cuda:nccl'"
+        )
+    return backends[device.type], device
+
+
+def by_bytes(post: Post, taken: frozenset[torch.dtype] = frozenset()) -> Post:
+    """Post the bytes of a tensor, unless its element type is one of those taken: a backend may know few of them."""
+
+    def post_bytes(tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        if tensor.dtype not in taken:
+            tensor = tensor.detach().view(-1).view(torch.uint8)  # one without dimensions has no bytes to view
+        return post([tensor], peer, tag)
+
+    return post_bytes
+
+
 class OwnGroup:
     """Connections between the ranks of a group, apart from all others.
 
@@ -53,16 +90,13 @@ class OwnGroup:
 
     Attributes:
         model: how they behave.
-        device: where a tensor may be that they carry.
     """
 
-    def __init__(self, parent: dist.ProcessGroup, store: Store, timeout: timedelta) -> None:
-        backend = str(dist.get_backend(parent))
+    def __init__(self, parent: dist.ProcessGroup, store: Store, timeout: timedelta, backend: str) -> None:
         self._rank, self._ranks = parent.rank(), parent.size()
         self._group: dist.ProcessGroup | None = None
+        self._backend = backend
         self._is_gloo = backend == "gloo"
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        self.device = torch.device("cpu") if self._is_gloo or accelerator is None else accelerator
         if self._is_gloo:
             # gloo matches messages by tag, in whichever order they were posted.
             self.model = CommModel("rendezvous", lanes="message")
@@ -80,7 +114,11 @@ class OwnGroup:
     def posts(self) -> tuple[Post, Post]:
         """The functions that post a send and a receive; ranks are those in the group."""
         assert self._connections is not None
-        return self._connections.send, self._connections.recv
+        send, receive = self._connections.send, self._connections.recv
+        if self._is_gloo:  # which moves bytes, whatever they mean
+            return send, receive
+        taken = _TAKEN.get(self._backend, frozenset())
+        return by_bytes(send, taken), by_bytes(receive, taken)
 
     def lost(self) -> list[int]:
         """The ranks to which the connection is closed, as far as that can be known. Only to be asked when one is."""

@@ -70,10 +70,10 @@ class Transport(Protocol):
         """Bring up the given pairs of ranks in that order; name the pair that does not come up."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Post a send. The tensor is not changed until it is done."""
+        """Post a send of a contiguous tensor, which is not changed until it is done."""
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Post a receive into a tensor."""
+        """Post a receive into a contiguous tensor."""
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks. All ranks call it."""
