@@ -1,6 +1,7 @@
 """``pipe.check_parity``: right pipelines pass, wrong modules are named, and nothing is left behind."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import penstock as ps
 from penstock.errors import StageError
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Pipeline, Stage, run_in_threads
 from penstock.runtime.parity import Parity
+from penstock.runtime.specs import Microbatches
 
 WIDTH = 4
 
@@ -302,6 +304,155 @@ def test_a_schedule_without_backwards() -> None:
         pytest.raises(StageError, match="this schedule has no backward"),
     ):
         pipe.check_parity(batch()[0])
+
+
+def reduced(loss_fn: Any, target: torch.Tensor, ranks: int = 2, **settings: Any) -> list[Parity | StageError]:
+    """What each rank gets from the probe of a classifier of tokens."""
+    schedule = ps.build("1F1B", ranks=ranks, microbatches=3)
+    torch.manual_seed(0)
+    modules = [Block().double() for _ in range(ranks)]
+    x = torch.randn(len(target), 5, WIDTH, dtype=torch.float64)
+
+    def run(transport: Any) -> Parity | StageError:
+        mine = {transport.rank: modules[transport.rank]}
+        pipe = Pipeline(mine, schedule, loss_fn=loss_fn, transport=transport, **settings)
+        try:
+            return pipe.check_parity(*([x] if pipe.has_first else []), target=target if pipe.has_last else None)
+        except StageError as error:
+            return error
+
+    return run_in_threads(run, ranks, timeout=60)
+
+
+def tokens() -> torch.Tensor:
+    """Classes of tokens, with more padding in the first samples."""
+    classes = torch.arange(35).reshape(7, 5) % WIDTH
+    return classes.where(torch.arange(5) >= torch.tensor([4, 3, 3, 1, 0, 0, 0])[:, None], -100)
+
+
+def token_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_mean_over_tokens_is_no_mean_over_samples() -> None:
+    """Padding is left out by the loss function: microbatches have to count by their tokens."""
+    found = reduced(token_loss, tokens())
+    for error in found:
+        assert isinstance(error, StageError)
+        assert error.stage == 1
+        assert "the loss of the whole batch is " in str(error)
+        assert "is loss_fn a mean over samples? see loss_reduction" in str(error)
+        assert "gradients and losses are those of the unsplit model" in str(error)
+    assert len({str(error) for error in found}) == 1
+    settings = {"loss_reduction": "weighted", "loss_weight": lambda target: (target != -100).sum()}
+    for one in reduced(token_loss, tokens(), **settings):
+        assert isinstance(one, Parity), one
+        assert one.reduction.whole == pytest.approx(one.reduction.together, rel=1e-12)
+        assert not one.reduction.unchecked
+
+
+def test_reductions_that_are_right() -> None:
+    y = torch.randn(7, 5, WIDTH, dtype=torch.float64)
+    right: list[tuple[Any, dict[str, Any]]] = [
+        (mse_loss, {}),
+        (partial(mse_loss, reduction="sum"), {"loss_reduction": "sum"}),
+        (mse_loss, {"scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}),
+    ]
+    for loss_fn, settings in right:
+        (one,) = reduced(loss_fn, y, 1, **settings)
+        assert isinstance(one, Parity), one
+        assert one.reduction.whole == pytest.approx(one.reduction.together, rel=1e-12)
+        assert "the loss of the whole batch is " in str(one)
+
+
+def test_reductions_that_are_wrong() -> None:
+    y = torch.randn(7, 5, WIDTH, dtype=torch.float64)
+    wrong: list[tuple[Any, str]] = [(mse_loss, "sum"), (partial(mse_loss, reduction="sum"), "mean")]
+    for loss_fn, reduction in wrong:
+        for error in reduced(loss_fn, y, loss_reduction=reduction):
+            assert isinstance(error, StageError)
+            assert "see loss_reduction" in str(error)
+
+
+def test_a_loss_that_is_not_a_number_in_one_microbatch() -> None:
+    """As that of a microbatch that is all padding."""
+    target = tokens()
+    target[:3] = -100
+    for error in reduced(token_loss, target):
+        assert isinstance(error, StageError)
+        assert "that of the microbatches together nan" in str(error)
+
+
+def test_reductions_that_cannot_be_checked() -> None:
+    y = torch.randn(7, 5, WIDTH, dtype=torch.float64)
+    calls = iter(range(1000))
+
+    def few(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if len(output) > 3:
+            raise ValueError("too many samples")
+        return mse_loss(output, target)
+
+    def another(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse_loss(output, target) * (2 if next(calls) > 5 else 1)
+
+    unchecked: list[tuple[Any, dict[str, Any], str]] = [
+        (few, {}, "loss_fn fails for the whole batch, with ValueError: too many samples"),
+        (another, {}, "loss_fn gives another loss when it is called again"),
+        (mse_loss, {"output_spec": Microbatches}, "output_spec keeps the outputs of the microbatches apart"),
+    ]
+    for loss_fn, settings, why in unchecked:
+        found = [str(one) for one in reduced(loss_fn, y, **settings)]
+        assert all(f"was not checked: {why}" in one for one in found), found
+        assert len(set(found)) == 1
+
+
+def test_a_number_for_each_microbatch() -> None:
+    """The last stage computes the loss: there is no output to merge."""
+
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.square().mean()
+
+    schedule = ps.build("GPipe", ranks=1, microbatches=3)
+    model = nn.Sequential(Block(), Loss()).double()
+    with Pipeline({0: model}, schedule, loss_fn=lambda output, _: output.mean()) as pipe:
+        x, y = batch()
+        found = pipe.check_parity(x, target=y)
+    assert "gives a number for each microbatch" in found.reduction.unchecked
+
+
+def test_targets_that_are_split_already() -> None:
+    schedule = ps.build("GPipe", ranks=1, microbatches=3)
+    with Pipeline({0: Block().double()}, schedule, loss_fn=mse_loss) as pipe:
+        x, y = batch()
+        found = pipe.check_parity(x, target=Microbatches(list(y.split([3, 2, 2]))))
+    assert found.reduction.fits
+    assert not found.reduction.unchecked
+
+
+class Lazy(nn.Module):
+    """Fills a buffer in its first forward, and adds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("cache", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = x.detach().mean(0)
+            self.register_buffer("more", torch.ones(WIDTH, dtype=x.dtype), persistent=False)
+        return self.layer(x) * self.cache * self.more
+
+
+def test_a_buffer_that_was_none_is_none_again() -> None:
+    module = Lazy().double()
+    schedule = ps.build("ZBVZeroBubble", ranks=1, microbatches=3)
+    x, y = batch()
+    with Pipeline({0: module, 1: Block().double()}, schedule, loss_fn=mse_loss) as pipe:
+        pipe.check_parity(x, target=y)
+    assert module._buffers == {"cache": None}
+    assert not module._non_persistent_buffers_set
 
 
 def in_processes(rank: int, ranks: int, bad: bool, *, group: Any) -> str:

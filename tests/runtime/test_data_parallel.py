@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import penstock as ps
 from penstock.errors import StageError
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, Action
-from penstock.runtime import Pipeline
-from penstock.runtime.data_parallel import adapter_for
+from penstock.runtime import Pipeline, Stage
+from penstock.runtime.data_parallel import adapter_for, in_step
 
 WIDTH = 6
 MICROBATCHES = 4
@@ -465,6 +465,45 @@ def custom_reduction(rank, ranks):
 
 def test_a_reduction_of_the_users_own(workers):
     assert workers.run(custom_reduction) == [[0], [1], [0], [1]]
+
+
+def unused_reduction(rank, ranks, wrapper):
+    """A function of the user's own for REDUCE_GRAD, in a schedule that has none: the step ends as ever."""
+    case = Case(ps.lower(ps.build("1F1B", ranks=2, microbatches=MICROBATCHES), reduce=False), WRAPPERS[wrapper])
+    case.pipe.register_custom_function(REDUCE_GRAD, lambda *_: None)
+    x, y = batches(1)[0]
+    case.step(x, y)
+    nn.functional.mse_loss(case.model(x), y).backward()
+    case.assert_equal_gradients()
+    case.pipe.close()
+
+
+@pytest.mark.xfail(reason="until Pipeline._around gives in_step the stages that are reduced elsewhere", strict=True)
+@pytest.mark.parametrize("wrapper", ["ddp", "all sharded"])
+def test_a_reduction_of_the_users_own_that_never_runs(workers, wrapper):
+    workers.run(unused_reduction, wrapper)
+
+
+class Adapter:
+    """Notes what is asked of it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda: self.calls.append(name)
+
+
+def test_what_is_reduced_when_a_step_ends():
+    stages = [Stage(index, nn.Linear(1, 1)) for index in range(3)]
+    for stage in stages[:2]:
+        stage.parallel = Adapter()
+    with in_step(stages, reduce=True, elsewhere={1}):
+        pass
+    assert [stage.parallel.calls for stage in stages[:2]] == [
+        ["begin", "reduce", "finish", "end"],
+        ["begin", "finish", "end"],
+    ]
 
 
 class Normed(nn.Module):

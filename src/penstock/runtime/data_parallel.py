@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
+from penstock.ir.actions import REDUCE_GRAD
 from penstock.runtime.averaged import Averaged
 from penstock.runtime.sharded import Sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     import torch
 
+    from penstock.ir.schedule import Schedule
     from penstock.runtime.stage import Stage
 
 
@@ -80,21 +82,44 @@ def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParall
 
 
 @contextmanager
-def in_step(stages: Iterable[Stage], *, reduce: bool) -> Iterator[None]:
-    """Around a step: nothing is shared too early, and with `reduce` all gradients are when it ends."""
-    adapters = [stage.parallel for stage in stages if stage.parallel is not None]
+def in_step(stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()) -> Iterator[None]:
+    """Around a step: nothing is shared too early, and with `reduce` all gradients are when it ends.
+
+    Args:
+        stages: the stages of this rank.
+        reduce: whether gradients are to be shared.
+        elsewhere: the stages whose gradients are left to someone else: to a user's function for REDUCE_GRAD.
+    """
+    shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
+    adapters = [adapter for _, adapter in shared]
     try:
         for adapter in adapters:
             adapter.begin()
         yield
-        for adapter in adapters:
-            if reduce:
+        for index, adapter in shared:
+            if reduce and index not in elsewhere:
                 adapter.reduce()
         for adapter in adapters:
             adapter.finish()
     finally:
         for adapter in adapters:
             adapter.end()
+
+
+def reductions_of(schedule: Schedule) -> frozenset[int]:
+    """The stages that have a REDUCE_GRAD in a schedule. O(n).
+
+    >>> import penstock as ps
+    >>> schedule = ps.build("1F1B", ranks=2, microbatches=4)
+    >>> sorted(reductions_of(ps.lower(schedule))), sorted(reductions_of(ps.lower(schedule, reduce=False)))
+    ([0, 1], [])
+    """
+    return frozenset(
+        action.stage_index
+        for row in schedule.actions
+        for action in row
+        if action is not None and action.computation_type is REDUCE_GRAD
+    )
 
 
 def _modules_of(module: torch.nn.Module, home: str, name: str) -> list[Any]:

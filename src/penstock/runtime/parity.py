@@ -3,28 +3,33 @@
 Three ways lead to the gradients of a batch: the unsplit model, which is every stage after the other with a whole
 backward; the same with each backward in two halves; and the schedule. All three must give the same. Where they do not,
 the report names the parameters, with those first that a backward comes upon first: what is wrong there spoils the rest.
+
+All three count the loss of a microbatch as ``loss_reduction`` says. Whether that makes the loss of the batch is a
+question of its own: the loss function is called once more, with the outputs and targets of all microbatches as one.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-from contextlib import ExitStack, contextmanager
+import math
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import torch
+from torch.utils import _pytree as pytree
 
-from penstock.errors import MetadataError, StageError
-from penstock.runtime.microbatches import split_call
-from penstock.runtime.plain import PlainRun, copied
+from penstock.errors import MetadataError, MicrobatchError, StageError
+from penstock.runtime.microbatches import is_split_already, merge, split_call
+from penstock.runtime.plain import PlainRun
 from penstock.runtime.program import only_forwards
+from penstock.runtime.untouched import Buffers, copied, drawing, random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.pipeline import Counts, Pipeline
     from penstock.runtime.plain import Visit
     from penstock.runtime.stage import Stage
 
@@ -34,8 +39,6 @@ if TYPE_CHECKING:
 #: Ways to the gradients that are compared with the unsplit model.
 HALVES: Final = "in halves"
 SCHEDULED: Final = "scheduled"
-#: Random numbers are those of the process: of ranks that are threads, one at a time draws them.
-_drawing = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,37 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class Reduction:
+    """Whether the losses of the microbatches, each by its share, make the loss of the batch.
+
+    Attributes:
+        whole: what the loss function gives for the outputs and targets of all microbatches as one.
+        together: the sum of the microbatches' losses, each multiplied by its share.
+        tolerance: by how much the two may differ.
+        unchecked: why they could not be compared; empty if they were.
+    """
+
+    whole: float = 0.0
+    together: float = 0.0
+    tolerance: float = 0.0
+    unchecked: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether they differ by rounding at most, or were not compared."""
+        alike = self.whole == self.together or (math.isnan(self.whole) and math.isnan(self.together))
+        return alike or abs(self.whole - self.together) <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.unchecked:
+            return (
+                f"whether the losses of the microbatches make that of the whole batch was not checked: {self.unchecked}"
+            )
+        told = f"the loss of the whole batch is {self.whole:.6g}, that of the microbatches together {self.together:.6g}"
+        return told if self.fits else f"{told}: is loss_fn a mean over samples? see loss_reduction"
+
+
+@dataclass(frozen=True, slots=True)
 class Parity:
     """What a probe has found, the same on every rank.
 
@@ -91,11 +125,13 @@ class Parity:
         differences: all that was compared, in the order of a backward.
         random: whether the unsplit model itself gives other gradients when it is run again.
         losses: the losses of the unsplit model, on the rank of the last stage.
+        reduction: whether they make the loss of the batch.
     """
 
     differences: tuple[Difference, ...]
     random: bool
     losses: tuple[float, ...]
+    reduction: Reduction
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -108,9 +144,12 @@ class Parity:
         return max((one.relative for one in self.differences), default=0.0)
 
     def __str__(self) -> str:
+        return "\n".join([*self._told(), str(self.reduction)])
+
+    def _told(self) -> list[str]:
         wrong = self.wrong
         if not wrong:
-            return f"{len(self.differences)} gradients and losses are those of the unsplit model"
+            return [f"{len(self.differences)} gradients and losses are those of the unsplit model"]
         lines = [f"{len(wrong)} of {len(self.differences)} gradients and losses are not those of the unsplit model:"]
         lines += [f"- {one}" for one in wrong[:_SHOWN]]
         if len(wrong) > _SHOWN:
@@ -120,7 +159,7 @@ class Parity:
                 "The unsplit model itself gives other gradients when it is run again from the same random state: it "
                 "draws random numbers of its own, or computes in an order that varies. This probe cannot judge it."
             )
-        return "\n".join(lines)
+        return lines
 
 
 _SHOWN: Final = 10
@@ -135,10 +174,12 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
     with pipe._telling, torch.enable_grad(), _untouched(pipe, parameters) as begin:
         batch = pipe._batch(copied(args), copied(kwargs), target)
         split = split_call(*batch, pipe.schedule.microbatches, **pipe._specs_of(*batch))
-        pipe._training(*split[:2])  # so that shapes are known, and no stage is run for them below
-        plain = _Plain(pipe, split, parameters)
+        counts = pipe._counts(batch, split, varying=True)
+        pipe._training(*split[:2], counts.samples)  # so that shapes are known, and no stage is run for them below
+        plain = _Plain(pipe, split, counts, parameters)
         begin()
         expected, halves, losses = plain.run(split=True)
+        reduction = _reduction(pipe, plain, losses, target)
         begin()
         found: list[torch.Tensor] = []
         with _Replay(pipe.stages, _order(pipe)):
@@ -157,9 +198,11 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
             again, _, _ = plain.run(split=False)
             mine = any(not one.fits for one in _compared(parameters, again, expected, SCHEDULED))
             random = any(data == b"1" for data in pipe.transport.exchange(b"1" if mine else b"0"))
-    parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses))
+    parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction)
     if parity.wrong:
         raise StageError(str(parity), stage=parity.wrong[0].stage)
+    if not reduction.fits:
+        raise StageError(str(parity), stage=pipe.schedule.stages - 1)
     return parity
 
 
@@ -194,12 +237,23 @@ def _alone(
 class _Plain:
     """The unsplit model, run once or again; each stage's backward in halves beside it."""
 
-    def __init__(self, pipe: Pipeline, split: Any, parameters: Mapping[torch.nn.Parameter, _Owned]) -> None:
+    def __init__(
+        self, pipe: Pipeline, split: Any, counts: Counts, parameters: Mapping[torch.nn.Parameter, _Owned]
+    ) -> None:
         self._pipe = pipe
         self._split = split
+        self._counts = counts
         self._parameters = parameters
         self._halves: Gradients = dict.fromkeys(parameters)
         self.inputs: list[Difference] = []
+        self.outputs: Sequence[Any] = ()
+        self.shares: Sequence[float] = ()
+
+    @property
+    def targets(self) -> Sequence[Any]:
+        """The target of each microbatch."""
+        found: Sequence[Any] = self._split[2]
+        return found
 
     def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
         """The gradients, those in halves, and the losses."""
@@ -209,7 +263,9 @@ class _Plain:
         orders = {index: list(microbatches) for index in pipe.stages}
         args, kwargs, targets = self._split
         with pipe._around(training=True), _Replay(pipe.stages, orders) as self._replay:
-            plain.run(copied(args), copied(kwargs), targets, pipe._shares(targets), self._in_halves if split else None)
+            self.shares = pipe._shares(targets, self._counts)
+            plain.run(copied(args), copied(kwargs), targets, self.shares, self._in_halves if split else None)
+        self.outputs = plain.outputs
         return _taken(self._parameters), self._halves, plain.losses
 
     def _in_halves(
@@ -251,6 +307,60 @@ def _compared_losses(
     return [_difference(owned, SCHEDULED, one, other, 0.0) for one, other in zip(found, expected, strict=True)]
 
 
+def _reduction(pipe: Pipeline, plain: _Plain, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
+    """What the rank of the last stage finds, told to all."""
+    mine = asdict(_reduced(pipe, plain, losses, target)) if pipe.has_last else {}
+    told = pipe.transport.exchange(json.dumps(mine).encode())[pipe.schedule.placement.rank_of[-1]]
+    try:
+        return Reduction(**json.loads(told))
+    except (TypeError, ValueError) as error:
+        raise MetadataError("the rank of the last stage told its losses in a way that cannot be read") from error
+
+
+def _reduced(pipe: Pipeline, plain: _Plain, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
+    outputs, targets = plain.outputs, plain.targets
+    loss_fn: Any = pipe._loss_fn
+    try:
+        whole_output, whole_target = _whole(pipe, outputs, targets, target)
+    except Exception as error:  # a splitter's own merge may raise whatever it likes
+        return Reduction(unchecked=str(error))
+    try:
+        again = [loss_fn(copied(output), one).detach() for output, one in zip(outputs, targets, strict=True)]
+        loss = loss_fn(whole_output, whole_target)
+    except Exception as error:
+        return Reduction(unchecked=f"loss_fn fails for the whole batch, with {type(error).__name__}: {error}")
+    if not all(_alike(one, other) for one, other in zip(again, losses, strict=True)):
+        return Reduction(unchecked="loss_fn gives another loss when it is called again with the same values")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        return Reduction(unchecked="loss_fn does not give one number for the whole batch")
+    scale = 1.0 if pipe._scaling is None else pipe._scaling.scale
+    counted = [share / scale * float(one) for share, one in zip(plain.shares, losses, strict=True)]
+    whole, size = float(loss.detach()), math.fsum(abs(one) for one in counted)
+    return Reduction(whole, sum(counted), _precision(loss) * max(size, abs(whole)))
+
+
+def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], target: Any) -> tuple[Any, Any]:
+    """The outputs and the targets of all microbatches, each as one."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
+        raise MicrobatchError("the last stage gives a number for each microbatch, and none for the whole batch")
+    output = merge(copied(outputs), pipe._output_spec)
+    if is_split_already(output):
+        raise MicrobatchError("output_spec keeps the outputs of the microbatches apart")
+    if is_split_already(target):
+        target = merge(targets, pipe._specs["target_spec"], name="target")
+    return output, target
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    precision = _precision(other)
+    return torch.allclose(one, other, rtol=precision, atol=0.0, equal_nan=True)
+
+
+def _precision(tensor: torch.Tensor) -> float:
+    """Half of the digits."""
+    return float(torch.finfo(tensor.dtype).eps ** 0.5)
+
+
 def _difference(
     owned: _Owned, way: str, found: torch.Tensor | None, expected: torch.Tensor | None, scale: float
 ) -> Difference:
@@ -263,8 +373,8 @@ def _difference(
     found, expected = found.where(finite, 0), expected.where(finite, 0)
     size = _size(expected)
     largest = float("inf") if odd.any() else _size(found - expected)
-    # Half of the digits. And what cancels out leaves the rounding of what it is made of.
-    precision = torch.finfo(expected.dtype).eps ** 0.5
+    # What cancels out leaves the rounding of what it is made of.
+    precision = _precision(expected)
     tolerance = precision * (size + 16 * precision * scale)
     return Difference(owned.stage, owned.name, owned.module, way, largest, size, tolerance, owned.order)
 
@@ -313,7 +423,7 @@ class _Replay:
         self._stages = stages
         self._left = {index: iter(order) for index, order in orders.items()}
         self._handles: list[Any] = []
-        self._buffers: dict[int, _Buffers] = {}
+        self._buffers: dict[int, Buffers] = {}
         self._again: int | None = None
 
     def __enter__(self) -> Self:
@@ -332,7 +442,7 @@ class _Replay:
     def once_more(self, visit: Visit) -> Iterator[None]:
         """Where the stage is run again for its last microbatch, with the buffers that it had."""
         stage = visit.stage
-        current = _Buffers([stage])
+        current = Buffers([stage.module])
         self._buffers[stage.index].put_back()
         self._again = visit.microbatch
         try:
@@ -343,34 +453,14 @@ class _Replay:
 
     def _before(self, index: int, *_: object) -> None:
         microbatch = next(self._left[index]) if self._again is None else self._again
-        _drawing.acquire()
+        drawing.acquire()
         if self._again is None:
-            self._buffers[index] = _Buffers([self._stages[index]])
+            self._buffers[index] = Buffers([self._stages[index].module])
         torch.manual_seed((index << 20) + microbatch)
 
 
 def _after(*_: object) -> None:
-    _drawing.release()
-
-
-class _Buffers:
-    """The buffers of stages as they are now."""
-
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        self._kept = [
-            (module._buffers, name, buffer, buffer.clone())
-            for stage in stages
-            for module in stage.module.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    def put_back(self) -> None:
-        """Have them as they were."""
-        with torch.no_grad():
-            for buffers, name, buffer, value in self._kept:
-                buffer.copy_(value)
-                buffers[name] = buffer
+    drawing.release()
 
 
 @contextmanager
@@ -380,19 +470,17 @@ def _untouched(pipe: Pipeline, parameters: Mapping[torch.nn.Parameter, _Owned]) 
     Ranks may be threads, with random numbers in common: none begins before all have kept them, nor puts them back
     before all are done.
     """
-    buffers, gradients = _Buffers(pipe.stages.values()), {one: one.grad for one in parameters}
+    modules = [stage.module for stage in pipe.stages.values()]
+    if isinstance(pipe._loss_fn, torch.nn.Module):
+        modules.append(pipe._loss_fn)
+    buffers, gradients = Buffers(modules), {one: one.grad for one in parameters}
 
     def begin() -> None:
         buffers.put_back()
         for one in parameters:
             one.grad = None
 
-    with ExitStack() as states:
-        for device in {stage.device for stage in pipe.stages.values()}:
-            ours = device.type not in ("cpu", "meta")
-            states.enter_context(
-                torch.random.fork_rng([device] if ours else [], device_type=device.type if ours else "cuda")
-            )
+    with random_state(stage.device for stage in pipe.stages.values()):
         pipe.transport.exchange(b"kept")
         try:
             yield begin

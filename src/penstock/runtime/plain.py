@@ -15,6 +15,7 @@ from penstock.runtime.edges import arguments, present, roots_of
 from penstock.runtime.encoding import decode, encode
 from penstock.runtime.metadata import flatten, wire
 from penstock.runtime.step import Flight
+from penstock.runtime.untouched import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ class PlainRun:
 
     Attributes:
         losses: the loss of each microbatch so far, where the last stage is.
+        outputs: what each of these is the loss of, as copies.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class PlainRun:
         self._loss_fn = loss_fn
         self._local: dict[tuple[int, bool], Any] = {}
         self.losses: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
 
     def run(
         self,
@@ -109,9 +112,11 @@ class PlainRun:
 
         def call(args: Any, keywords: Any) -> tuple[Any, Flight]:
             inputs = [one for one in pytree.tree_leaves(args) if _needs_gradient(one)] if ends else []
-            output = stage.module(*args, **keywords)
+            output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **keywords)
             if not last:
                 return output, Flight(roots_of(flatten(output)[0]), inputs)
+            if len(self.outputs) == microbatch:  # and not one that is run once more
+                self.outputs.append(copied(output))
             loss = self._loss_fn(output, target)  # type: ignore[misc]
             return loss, Flight(stage.loss_root(loss), inputs)
 
@@ -165,15 +170,6 @@ class PlainRun:
         for tensor in empty:
             self._transport.receive(wire(tensor), peer, 2 * source + (target < source)).wait()
         return empty
-
-
-def copied(values: Any) -> Any:
-    """The same values, with leaves in the place of tensors: gradients go to them alone."""
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return pytree.tree_map_only(torch.Tensor, copy, values)
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -94,7 +94,7 @@ class Recording:
         self.ends: tuple[float, ...] = ()
         self._pipe = pipe
         self._stages = pipe.schedule.stages
-        self._before: tuple[Transport, dict[str, Program], dict[int, Edge] | None] | None = None
+        self._before: tuple[Transport, dict[int, Edge] | None] | None = None
         self._times: dict[str, dict[int, float]] = {}
         self._begun = 0.0
         self._waited = 0.0
@@ -134,7 +134,7 @@ class Recording:
         pipe = self._pipe
         if pipe._record is not None:
             raise RunError("this pipeline is being recorded already")
-        self._before = pipe.transport, pipe._programs, pipe._edges
+        self._before = pipe.transport, pipe._edges
         # Programs and edges hold on to the transport: those of a recording are its own, and so is what ranks agree on.
         pipe.transport, pipe._programs, pipe._edges = cast("Transport", _Clocked(pipe.transport, self)), {}, None
         pipe._record = self
@@ -142,7 +142,8 @@ class Recording:
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         assert self._before is not None
-        self._pipe.transport, self._pipe._programs, self._pipe._edges = self._before
+        self._pipe.transport, self._pipe._edges = self._before
+        self._pipe._programs = {}  # those from before know nothing of functions that were registered in the meantime
         self._pipe._record = None
         if kind is None and self.steps:
             self._share()

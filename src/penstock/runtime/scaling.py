@@ -36,6 +36,11 @@ class Scaling:
         self._transport = transport
         self._scale = 1.0
 
+    @property
+    def scale(self) -> float:
+        """What the gradient of a loss is multiplied by in this step."""
+        return self._scale
+
     def begin(self) -> float:
         """A step begins: what the gradient of a loss is multiplied by."""
         device = next(iter(self._stages.values())).device
@@ -61,6 +66,7 @@ class Scaling:
 
     def _overflow(self, gradients: list[torch.Tensor]) -> None:
         """Make the scaler of this rank see an overflow."""
-        if gradients and all(bool(gradient.isfinite().all()) for gradient in gradients):
+        found = [gradient for gradient in gradients if gradient.numel()]
+        if found and all(bool(gradient.isfinite().all()) for gradient in found):
             with torch.no_grad():
-                gradients[0].view(-1)[0] = math.nan
+                found[0][(0,) * found[0].ndim] = math.nan  # a view as one dimension is not to be had of every layout
