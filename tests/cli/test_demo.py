@@ -117,6 +117,50 @@ def test_no_process_is_left_behind(number):
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 
 
+def test_an_interrupt_while_torch_is_imported_says_nothing():
+    command = [PENSTOCK, "demo", "--ranks", "2", "--schedule", "1F1B", "-m", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        for line in started.stdout:
+            if line.startswith("if B "):
+                break
+        end = time.monotonic() + 30
+        while len(children(started.pid)) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        started.send_signal(signal.SIGINT)
+        assert started.wait(30) == 130
+        assert started.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("1F1B", "if B took twice as long as F"),
+        ("ZBVZeroBubble", "if F, I and W took the same"),
+        ("InterleavedZeroBubble", "if F, I and W took the same"),
+    ],
+)
+def test_what_is_assumed(name, told):
+    assert demo._assumed(ps.build(name, ranks=2, microbatches=4)).startswith(told)
+
+
+def test_the_figures_are_explained(monkeypatch):
+    monkeypatch.setattr(demo, "cores", lambda: 2)
+    assert demo._explained(1, 2) == [
+        "measured in the last step; predicted from what each action took in it, waiting left out"
+    ]
+    figures, shared = demo._explained(5, 4)
+    assert figures.startswith("measured in one of the last 5 steps, the one of median length; ")
+    assert shared.startswith("4 ranks share 2 cores here")
+
+
+def test_a_wide_picture_is_folded_in_a_pipe(capsys):
+    demo._proved(demo.terminal(80), ps.build("1F1B", ranks=2, microbatches=40))
+    picture = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step", "rank"))]
+    assert len(picture) > 6
+    assert max(map(len, picture)) <= 80
+
+
 def test_what_cannot_be_trained():
     unknown = penstock("demo", "--schedule", "ZBVZeroBuble")
     assert (unknown.returncode, unknown.stdout) == (2, "")

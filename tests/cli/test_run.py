@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.launch import environment_of, launch
+from penstock.cli.launch import Failure, Outcome, environment_of, launch
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 
@@ -113,12 +113,45 @@ def test_a_module(tmp_path):
     assert (result.returncode, result.stdout) == (0, "__main__ -x\n")
 
 
-def test_the_exit_code_is_that_of_the_first_that_failed(script):
-    # The others say what they know, and fail in their turn.
-    result = penstock("run", "-r", "3", script("time.sleep(0 if rank == 1 else 1); print('told'); sys.exit(3 + rank)"))
-    assert result.returncode == 4
+def test_all_that_failed_are_named_and_the_exit_code_is_the_most_telling(script):
+    # Rank 1 is the one that has failed for real; the others say what they know, and may be faster.
+    text = "time.sleep(1 if rank == 1 else 0); print('told'); sys.exit([1, 3, 1][rank])"
+    result = penstock("run", "-r", "3", script(text))
+    assert result.returncode == 3
     assert sorted(result.stdout.splitlines()) == [f"rank {rank}: told" for rank in range(3)]
-    assert result.stderr == "penstock: rank 1 failed with exit code 4\n"
+    assert result.stderr in {
+        f"penstock: rank 1 failed with exit code 3, ranks {others} with exit code 1\n"
+        for others in ("0 and 2", "2 and 0")
+    }
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "told"),
+    [
+        (Outcome(), 0, ""),
+        (Outcome(timed_out=True), 124, "it took longer than --timeout allows; every process was ended"),
+        (
+            Outcome((Failure(2, -9), Failure(0, 1), Failure(1, 1)), timed_out=True),
+            137,
+            "rank 2 was ended by SIGKILL, ranks 0 and 1 failed with exit code 1",
+        ),
+        (
+            Outcome((Failure(2, -6), Failure(3, -6), Failure(0, 137), Failure(1, 1))),
+            134,
+            "ranks 2 and 3 were ended by SIGABRT, rank 0 failed with exit code 137, rank 1 with exit code 1",
+        ),
+    ],
+)
+def test_what_is_told(outcome, code, told):
+    assert (outcome.code, outcome.told) == (code, told)
+
+
+def test_a_killed_rank_comes_first(script):
+    result = penstock(
+        "run", "-r", "3", script("rank == 2 and (time.sleep(1), os.kill(os.getpid(), 9)); sys.exit(1 - rank)")
+    )
+    assert result.returncode == 137
+    assert result.stderr == "penstock: rank 2 was ended by SIGKILL, rank 0 failed with exit code 1\n"
 
 
 def test_the_others_are_ended_when_one_has_failed(script):
@@ -182,8 +215,44 @@ def test_bad_usage(script):
     missing = penstock("run", "nowhere.py")
     assert missing.returncode == 2
     assert "there is no file nowhere.py; for a module, add --module" in missing.stderr
+    directory = penstock("run", ".")
+    assert directory.returncode == 2
+    assert ". is a directory" in directory.stderr
+    theirs = penstock("run", "--nproc-per-node", "2", script(""))
+    assert theirs.returncode == 2
+    assert "that is an option of torchrun; here it is --ranks 2" in theirs.stderr
     assert penstock("run", "-r", "0", script("")).returncode == 2
     assert penstock("run", "--timeout", "0", script("")).returncode == 2
+
+
+@pytest.mark.parametrize("option", [["--ranks", "2"], ["--ranks=2"], ["-r", "2"], ["-r2"]])
+def test_ranks_behind_the_script(script, option):
+    result = penstock("run", script("print(*sys.argv[1:])"), *option)
+    assert result.returncode == 0
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank}: {' '.join(option)}" for rank in range(4)]
+    assert result.stderr == (
+        f"penstock: {option[0]} stands behind the script, so the script gets it; 4 ranks are started. "
+        "Options of penstock run stand before it\n"
+    )
+
+
+def test_other_options_behind_the_script(script):
+    told = "stands behind the script, so the script gets it. Options of penstock run stand before it"
+    result = penstock("run", "-r", "1", script(""), "--timeout=3", "-r", "3", "--no-prefix", "--rate", "-recent")
+    assert result.stderr.splitlines() == [f"penstock: --no-prefix {told}", f"penstock: --timeout=3 {told}"]
+    assert penstock("run", "-r", "1", script(""), "--", "--timeout=3").stderr == ""
+
+
+def test_the_nearest_command():
+    assert "No such command 'shwo'. Did you mean show?" in penstock("shwo").stderr
+    far = penstock("trian")
+    assert far.returncode == 2
+    assert "No such command 'trian'. There are show, check, simulate, " in " ".join(far.stderr.split())
+
+
+def test_help_names_what_is_set():
+    told = set(re.findall(r"[A-Z]+(?:_[A-Z]+)+|RANK|PYTHONUNBUFFERED", penstock("run", "--help").stdout))
+    assert told == set(environment_of(0, 1, 5000, {}))
 
 
 def test_help_has_an_example():

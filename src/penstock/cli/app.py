@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from difflib import get_close_matches
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from penstock.cli.check import check_command
 from penstock.cli.compare import compare
@@ -16,7 +18,21 @@ from penstock.cli.simulate import simulate_command
 from penstock.cli.view import view
 from penstock.version import __version__
 
+
+class _Commands(TyperGroup):
+    """The commands, and what to say of a name that is none of them."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name not in self.commands and not name.startswith("-"):
+            near = get_close_matches(name, self.commands)
+            told = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(self.commands)}."
+            ctx.fail(f"No such command '{name}'. {told}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

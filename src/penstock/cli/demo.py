@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -22,9 +23,9 @@ from penstock.cli.launch import cores, launch
 from penstock.cli.painting import Picture
 from penstock.cli.show import echo
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
-from penstock.cli.terminal import fitted, terminal
+from penstock.cli.terminal import terminal
 from penstock.errors import RunError, ScheduleError
-from penstock.ir.actions import FORWARD
+from penstock.ir.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD, ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
 from penstock.simulation.costs import Costs
@@ -65,7 +66,7 @@ def demo(
         path = Path(folder, "schedule.json")
         chosen.write(path)
         command = [sys.executable, "-P", "-m", TRAINING, str(path), str(steps)]
-        outcome = launch(command, chosen.ranks, hear=listener.hear)
+        outcome = launch(command, chosen.ranks, hear=listener.hear, interrupt=signal.SIGTERM)
     if outcome.told and listener.gradients_are_right is not False:
         typer.echo(f"penstock: {outcome.told}", err=True)
     facts |= listener.facts | {"seconds": time.monotonic() - begun}
@@ -80,17 +81,27 @@ def demo(
 
 
 def _check_trainable(name: str, schedule: Schedule) -> None:
-    if all(
-        leaf.computation_type is FORWARD for row in schedule.actions for cell in row if cell for leaf in cell.leaves
-    ):
+    if _types(schedule) <= {FORWARD}:
         raise ScheduleError(f"{name} has no backwards, so nothing would be learnt; try --schedule 1F1B")
     if find_spec("torch") is None:
         raise RunError("the demo trains with torch, which is not installed: pip install 'penstock[torch]'")
 
 
+def _types(schedule: Schedule) -> set[ComputationType]:
+    return {leaf.computation_type for row in schedule.actions for cell in row if cell for leaf in cell.leaves}
+
+
+def _assumed(schedule: Schedule) -> str:
+    """What the default costs are, in the letters of this schedule."""
+    types = _types(schedule)
+    if BACKWARD_INPUT not in types:
+        return "if B took twice as long as F"
+    return f"if F, I and W took the same{', and B as long as two' if FULL_BACKWARD in types else ''}"
+
+
 def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
     """Draw the schedule, and prove it."""
-    echo(console, Picture(schedule, aligned=None, width=fitted(console)))
+    echo(console, Picture(schedule, aligned=None, width=console.width))
     lowered = lower(schedule) if schedule.compute_only else schedule
     findings = [str(finding) for finding in check(lowered)]
     models, timeline = safe_models(lowered), simulate(schedule)
@@ -100,7 +111,7 @@ def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
     console.print(
         Text(
             f"lowered to {actions} actions: {told} (under {safe})\n"
-            f"if F, I and W took the same: {timeline.bubble_rate:.1%} bubble, "
+            f"{_assumed(schedule)}: {timeline.bubble_rate:.1%} bubble, "
             f"{max(timeline.peak_memory):g} activations held at most\n"
         ),
         soft_wrap=True,
@@ -222,18 +233,41 @@ def _compare(console: Console, timeline: Timeline, recorded: dict[str, Any]) -> 
     for rank, (said, seen) in enumerate(zip(predicted["ranks"], measured["ranks"], strict=True)):
         figures = [_milliseconds(facts[title]) for title in ("busy", "idle", "ends") for facts in (said, seen)]
         table.add_row(str(rank), *figures)
-    console.print()
+    console.print(Text("\n".join(["", *_explained(recorded["steps"], timeline.schedule.ranks)])), soft_wrap=True)
     console.print(table)
-    apart = predicted["makespan"] / measured["makespan"] - 1
-    lines = [
-        f"a step: predicted {_milliseconds(predicted['makespan'])}, measured {_milliseconds(measured['makespan'])} "
-        f"({apart:+.0%})",
-        f"predicted from what each action took in {recorded['steps']} steps of this run, waiting left out",
-    ]
-    ranks = timeline.schedule.ranks
+    said, seen = predicted["makespan"], measured["makespan"]
+    console.print(
+        Text(f"a step: predicted {_milliseconds(said)}, measured {_milliseconds(seen)} ({_apart(said, seen)})"),
+        soft_wrap=True,
+    )
+
+
+def _explained(steps: int, ranks: int) -> list[str]:
+    """What the figures are."""
+    if steps == 1:
+        lines = ["measured in the last step; predicted from what each action took in it, waiting left out"]
+    else:
+        lines = [
+            f"measured in one of the last {steps} steps, the one of median length; "
+            "predicted from what each action took in all of them, waiting left out"
+        ]
     if ranks > (available := cores()):
-        lines.append(f"a prediction gives every rank a core; here {ranks} ranks share {available}, and wait for them")
-    console.print(Text("\n".join(lines)), soft_wrap=True)
+        shared = "1 core" if available == 1 else f"{available} cores"
+        lines.append(
+            f"{ranks} ranks share {shared} here, and wait for them; the prediction gives each rank its own, "
+            "and comes out too short"
+        )
+    return lines
+
+
+def _apart(predicted: float, measured: float) -> str:
+    """In percent.
+
+    >>> _apart(99.9, 100), _apart(90, 100), _apart(110, 100)
+    ('0%', '-10%', '+10%')
+    """
+    percent = round(100 * (predicted / measured - 1))
+    return f"{percent:+d}%" if percent else "0%"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -44,29 +44,67 @@ while read -r group; do [ "$group" = done ] && exit; groups="$groups -$group"; d
 """
 
 
+class Failure(NamedTuple):
+    """How a rank has failed, before anyone ended it from here.
+
+    Attributes:
+        rank: which.
+        status: its exit code; if a signal has killed it, the negative number of that.
+    """
+
+    rank: int
+    status: int
+
+    @property
+    def code(self) -> int:
+        """What a shell would say of it: 128 and the signal, if one has killed it."""
+        return self.status if self.status > 0 else 128 - self.status
+
+    @property
+    def weight(self) -> int:
+        """The less, the likelier it is that others have failed because of it: their errors are exceptions, code 1."""
+        return 0 if self.status < 0 else 1 if self.status != 1 else 2
+
+
 class Outcome(NamedTuple):
     """How it ended.
 
     Attributes:
-        code: 0, or the exit code of the first rank that failed; 128 and the signal if one has killed it.
-        rank: that rank, if any.
+        failures: of the ranks: killed ones, then exit codes other than 1, then 1; of the same kind as they ended.
         timed_out: whether it took too long.
     """
 
-    code: int
-    rank: int | None = None
+    failures: tuple[Failure, ...] = ()
     timed_out: bool = False
+
+    @property
+    def code(self) -> int:
+        """0, or that of the first failure."""
+        if self.failures:
+            return self.failures[0].code
+        return TIMED_OUT if self.timed_out else 0
 
     @property
     def told(self) -> str:
         """In a few words; nothing if all went well."""
-        if self.timed_out:
+        if self.timed_out and not self.failures:
             return "it took longer than --timeout allows; every process was ended"
-        if self.rank is None:
-            return ""
-        if self.code > 128 and self.code - 128 in {*signal.Signals}:
-            return f"rank {self.rank} was ended by {signal.Signals(self.code - 128).name}"
-        return f"rank {self.rank} failed with exit code {self.code}"
+        ranks: dict[int, list[str]] = {}
+        for rank, status in self.failures:
+            ranks.setdefault(status, []).append(str(rank))
+        told, before = [], 0
+        for status, names in ranks.items():
+            who = f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+            if status < 0:
+                told.append(f"{who} {'was' if len(names) == 1 else 'were'} ended by {_signal_name(-status)}")
+            else:
+                told.append(f"{who} {'' if before > 0 else 'failed '}with exit code {status}")
+            before = status
+        return ", ".join(told)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def launch(
@@ -75,6 +113,7 @@ def launch(
     *,
     hear: Hear | None = None,
     timeout: float | None = None,
+    interrupt: signal.Signals = signal.SIGINT,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a command once for each rank, and return when all have ended.
@@ -87,12 +126,13 @@ def launch(
         ranks: how many.
         hear: gets what they write; by default they write where this process does.
         timeout: how many seconds it may take.
+        interrupt: what they get first at Ctrl-C; SIGTERM for those that have nothing to save, and nothing to say.
         environment: what to start from; by default that of this process.
     """
     given = os.environ if environment is None else environment
     port = free_port()
     with _Guard() as guard, _signals_as_exceptions():
-        job = _Job(hear, timeout)
+        job = _Job(hear, timeout, interrupt)
         try:
             for rank in range(ranks):
                 job.start(command, environment_of(rank, ranks, port, given), guard)
@@ -184,12 +224,16 @@ class _Guard:
 class _Job:
     """The processes, and what is to become of them."""
 
-    def __init__(self, hear: Hear | None, timeout: float | None) -> None:
+    def __init__(self, hear: Hear | None, timeout: float | None, interrupt: signal.Signals) -> None:
         self._hear = hear
+        self._interrupt = interrupt
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         self._pipes = selectors.DefaultSelector()
-        self._failed: Outcome | None = None
+        self._failures: list[Failure] = []
+        self._timed_out = False
+        #: Whether a signal was sent from here: from then on, to end is no failure.
+        self._ended = False
         #: What to send when.
         self._orders: deque[tuple[float, signal.Signals]] = deque()
         self._deadline = None if timeout is None else time.monotonic() + timeout
@@ -228,7 +272,7 @@ class _Job:
         if self._interrupts:
             first = self._interrupts[0]
             raise first if isinstance(first, KeyboardInterrupt) else SystemExit(128 + signal.SIGTERM)
-        return self._failed or Outcome(0)
+        return Outcome(tuple(sorted(self._failures, key=lambda failure: failure.weight)), self._timed_out)
 
     def kill(self) -> None:
         """Whatever still runs."""
@@ -257,7 +301,7 @@ class _Job:
             self._look_after(rank)
         if self._deadline is not None and time.monotonic() > self._deadline and self._running:
             self._deadline = None
-            self._failed = self._failed or Outcome(TIMED_OUT, timed_out=True)
+            self._timed_out = True
             self._end_after(0.0)
         self._carry_out()
 
@@ -269,8 +313,8 @@ class _Job:
         _send(process, signal.SIGKILL)
         code = process.wait()
         self._running.discard(rank)
-        if code != 0 and self._failed is None:
-            self._failed = Outcome(code if code > 0 else 128 - code, rank)
+        if code != 0 and not self._ended:
+            self._failures.append(Failure(rank, code))
             if not self._orders:
                 self._end_after(GRACE)
 
@@ -280,7 +324,7 @@ class _Job:
         if len(self._interrupts) > 1:
             self._orders = deque([(now, signal.SIGKILL)])
         elif isinstance(interrupt, KeyboardInterrupt):
-            self._orders = deque([(now, signal.SIGINT)])
+            self._orders = deque([(now, self._interrupt)])
             self._end_after(PATIENCE)
         else:
             self._end_after(0.0)
@@ -292,6 +336,7 @@ class _Job:
     def _carry_out(self) -> None:
         while self._orders and time.monotonic() >= self._orders[0][0]:
             _, number = self._orders.popleft()
+            self._ended = True
             for rank in self._running:
                 _send(self._processes[rank], number)
 

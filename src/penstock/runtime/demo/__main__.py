@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -138,7 +137,6 @@ def differences(split: Mapping[str, Tensor], unsplit: Mapping[str, Tensor]) -> T
 
 def main() -> None:
     """Train as the arguments say: the file of a schedule, and the number of steps."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save, and nothing to say
     dist.init_process_group("gloo")
     training = Training(sys.argv[1], int(sys.argv[2]))
     with training.pipe:
