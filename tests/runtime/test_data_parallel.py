@@ -478,7 +478,6 @@ def unused_reduction(rank, ranks, wrapper):
     case.pipe.close()
 
 
-@pytest.mark.xfail(reason="until Pipeline._around gives in_step the stages that are reduced elsewhere", strict=True)
 @pytest.mark.parametrize("wrapper", ["ddp", "all sharded"])
 def test_a_reduction_of_the_users_own_that_never_runs(workers, wrapper):
     workers.run(unused_reduction, wrapper)

@@ -5,6 +5,7 @@ import pytest
 import penstock as ps
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.runtime.program import compiled
+from penstock.runtime.transport.protocol import Progress
 
 SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
 
@@ -37,12 +38,12 @@ def run(schedule, rank, ahead=0):
             if kind in SENDS:
                 source = stage if kind is SEND_F else stage - 1
                 tag = 2 * (source * schedule.microbatches + action.microbatch_index) + (kind is SEND_B)
-                step.sending[tag] = [Sent(f"end {action}", log)], ()
+                step.sending[tag] = [Sent(f"end {action}", log)], (), ()
 
         return operation
 
     step = Step()
-    program = compiled(schedule, rank, operation_of, ahead=ahead)
+    program = compiled(schedule, rank, operation_of, Progress(), ahead=ahead)
     for operation in program._operations:
         operation(step)
     assert not step.sending

@@ -201,12 +201,14 @@ class _Remote:
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradients of the outputs."""
-        key = self._base + microbatch
+        key, progress = self._base + microbatch, self._transport.progress
 
         def take(step: Step) -> Tensors:
             buffers, pending = step.arriving_gradients.pop(key)
+            progress.waiting = True
             for transfer in pending:
                 transfer.wait()
+            progress.waiting = False
             return buffers
 
         return take
@@ -271,18 +273,22 @@ class Agreed(_Remote):
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
         key, meta = self._base + microbatch, self._metas[microbatch]
-        needs = [one.requires_grad for one in meta.tensors]
+        needs, progress = [one.requires_grad for one in meta.tensors], self._transport.progress
 
         def take_one(step: Step) -> Taken:
             (buffer,), (transfer,) = step.arriving.pop(key)
+            progress.waiting = True
             transfer.wait()
+            progress.waiting = False
             one = (buffer.requires_grad_(),)
             return one, one
 
         def take(step: Step) -> Taken:
             buffers, pending = step.arriving.pop(key)
+            progress.waiting = True
             for transfer in pending:
                 transfer.wait()
+            progress.waiting = False
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
             return arguments(meta.unflatten(buffers)), inputs
 
@@ -395,13 +401,15 @@ class Announced(_Remote):
         """Get what the stage is called with."""
         key = self._base + microbatch
         tag = self._first_tag + 2 * key
-        tagged = self._transport.model.lanes == "message"
+        tagged, progress = self._transport.model.lanes == "message", self._transport.progress
 
         def take(step: Step) -> Taken:
             coming: Any = step.arriving.pop(key)
+            progress.waiting = True
             meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
             for transfer in pending:
                 transfer.wait()
+            progress.waiting = False
             value = self._with_samples(step, microbatch, meta.unflatten(buffers))
             if isinstance(value, str) and value == ABSENT:
                 return None

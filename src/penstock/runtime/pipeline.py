@@ -19,7 +19,7 @@ from penstock.lowering.pipeline import lower
 from penstock.runtime import shapes as agreeing
 from penstock.runtime.clipping import clip_grad_norm_
 from penstock.runtime.custom import Custom, CustomFunction
-from penstock.runtime.data_parallel import in_step
+from penstock.runtime.data_parallel import in_step, reductions_of
 from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
@@ -129,6 +129,7 @@ class Pipeline:
             self._telling = Telling(self.transport, self._stages.values(), self._action)
             self.compute = schedule
             self.schedule = self._lowered(schedule, self._model())
+            self._reductions = reductions_of(self.schedule)
             self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
             self._check_stages()
             self._begin()
@@ -242,13 +243,16 @@ class Pipeline:
 
         Each rank runs its stages without a schedule and with whole backwards, then with backwards in two halves, then
         ``step``. Random numbers are replayed; gradients, buffers and the random state are left as they were. Hooks of
-        parameters do run.
+        parameters do run. All of these count a microbatch's loss as ``loss_reduction`` says; so ``loss_fn`` is also
+        called for the merged outputs and the whole target, and must give what the microbatches' losses make together.
+        Where that cannot be done, the report says that the reduction was not checked, and why.
 
         Returns:
             How close gradients and losses are.
 
         Raises:
-            StageError: if they differ by more than rounding, on every rank: it names the parameters and their modules.
+            StageError: if they differ by more than rounding, or the losses of the microbatches do not make that of the
+                whole batch; on every rank. It names the parameters and their modules.
         """
         return check_parity(self, args, kwargs, target)
 
@@ -419,7 +423,7 @@ class Pipeline:
         record = self._record
         custom = Custom(self, workplace, self._custom) if record is None else record.custom(workplace, self._custom)
         ahead = AHEAD if self.transport.model.lanes == "message" else 0
-        return compiled(schedule, self.rank, custom.operation, ahead=ahead)
+        return compiled(schedule, self.rank, custom.operation, self.transport.progress, ahead=ahead)
 
     def _agreed(
         self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]], samples: Sequence[int] | None
@@ -493,7 +497,8 @@ class Pipeline:
         """Around a step: when it ends, gradients are complete on all replicas, and an overflow is one everywhere."""
         for stage in self._stages.values():
             stage.begin()
-        with in_step(self._stages.values(), reduce=training and ComputationType.REDUCE_GRAD not in self._custom):
+        elsewhere = self._reductions if ComputationType.REDUCE_GRAD in self._custom else ()
+        with in_step(self._stages.values(), reduce=training, elsewhere=elsewhere):
             yield
         if training and self._scaling is not None:
             self._scaling.agree()

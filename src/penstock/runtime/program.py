@@ -26,12 +26,14 @@ class Program:
         actions: the action that each operation belongs to; None for the wait for the last sends.
         labels: the text of each of them.
         peers: for each the rank that it may have to wait for.
+        waits: for each the text of the receive that it may have to wait for, or its own.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.actions = [line.action for line in lines]
         self.labels = [line.label for line in lines]
         self.peers = [line.peer for line in lines]
+        self.waits = [_awaited(line) for line in lines]
         self._operations = [line.operation for line in lines]
 
     def run(self, step: Step, progress: Progress) -> None:
@@ -46,6 +48,8 @@ class Program:
         progress.index = -1
         progress.labels = self.labels
         progress.peers = self.peers
+        progress.waits = self.waits
+        progress.waiting = False
         progress.step += 1
 
     def _profiled(self) -> list[Operation]:
@@ -63,7 +67,12 @@ class Line(NamedTuple):
 
 
 def compiled(
-    schedule: Schedule, rank: int, operation_of: Callable[[Action], Operation | None], *, ahead: int = 0
+    schedule: Schedule,
+    rank: int,
+    operation_of: Callable[[Action], Operation | None],
+    progress: Progress,
+    *,
+    ahead: int = 0,
 ) -> Program:
     """The program of one rank.
 
@@ -71,6 +80,7 @@ def compiled(
         schedule: a lowered schedule.
         rank: whose program it is.
         operation_of: makes the operation of an action; None if the action needs none.
+        progress: is told when an operation waits.
         ahead: by how many compute actions each receive is posted earlier than it stands; more than 0 is right only for
             a transport whose messages do not stand in line.
     """
@@ -83,9 +93,9 @@ def compiled(
         if operation is not None:
             lines.append(Line(operation, str(action), action, _waits_for(action, rank, rank_of)))
         if position in released:
-            lines.append(Line(_ending(released[position]), str(action), action, None))
+            lines.append(Line(_ending(released[position], progress), str(action), action, None))
     for peer, tags in left.items():
-        lines.append(Line(_ending(tags), f"the end of its sends to rank {peer}", None, peer))
+        lines.append(Line(_ending(tags, progress), f"the end of its sends to rank {peer}", None, peer))
     return Program(_posted_ahead(lines, ahead) if ahead else lines)
 
 
@@ -108,6 +118,16 @@ def _named(label: str, operation: Operation) -> Operation:
     return named
 
 
+def _awaited(line: Line) -> str:
+    """What an operation waits for, as the receive that it is."""
+    for part in line.action.leaves if line.action is not None and line.peer is not None else ():
+        if part.computation_type is FORWARD:
+            return f"{part.stage_index}RECV_F{part.microbatch_index}"
+        if part.computation_type in (FULL_BACKWARD, BACKWARD_INPUT):
+            return f"{part.stage_index}RECV_B{part.microbatch_index}"
+    return line.label
+
+
 def _waits_for(action: Action, rank: int, rank_of: Sequence[int]) -> int | None:
     """The rank that an action may have to wait for: where the first of its inputs from elsewhere is made."""
     for part in action.leaves:
@@ -122,14 +142,16 @@ def _waits_for(action: Action, rank: int, rank_of: Sequence[int]) -> int | None:
     return None
 
 
-def _ending(tags: Sequence[int]) -> Operation:
+def _ending(tags: Sequence[int], progress: Progress) -> Operation:
     """Wait for sends, and let go of their tensors."""
 
     def ending(step: Step) -> None:
         for tag in tags:
             pending, tensors, versions = step.sending.pop(tag, ((), (), ()))
+            progress.waiting = True
             for transfer in pending:
                 transfer.wait()
+            progress.waiting = False
             check_unchanged(tensors, versions)
 
     return ending

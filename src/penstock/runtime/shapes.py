@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import struct
-from contextlib import contextmanager
+import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from penstock.errors import MetadataError, StageError
 from penstock.runtime.edges import arguments
@@ -16,6 +15,7 @@ from penstock.runtime.encoding import decode, encode
 from penstock.runtime.inputs import tensors_in
 from penstock.runtime.metadata import EdgeMeta, describe, mismatch
 from penstock.runtime.stage import CHANGES_INPUTS
+from penstock.runtime.untouched import copied, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -72,13 +72,14 @@ def inferred(
             kinds, samples, found = _heard(transport.hear(rank_of[index - 1]), index, len(kwargs))
         if index > 0:
             metas[index - 1] = [found[kind] for kind in kinds]
-        outcomes = []
-        for kind in range(max(kinds) + 1):
-            microbatch = kinds.index(kind)
-            values = args[microbatch] if index == 0 else arguments(_stand_in(found[kind], stages[index].device))
-            outcomes.append(_outcome(stages[index], values, kwargs[microbatch], is_last=index == len(rank_of) - 1))
+        calls = [
+            (args[first] if index == 0 else arguments(_stand_in(found[kind], stages[index].device)), kwargs[first])
+            for kind, first in enumerate(map(kinds.index, range(max(kinds) + 1)))
+        ]
         if index == len(rank_of) - 1:
+            _find_changes(stages[index], *calls[0])
             break
+        outcomes = [_outcome(stages[index], *call) for call in calls]
         told = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
@@ -94,8 +95,7 @@ def given(
     If no tensor of an example needs a gradient, all that can have one do, unless no stage up to there has a parameter
     that needs one.
     """
-    trained = _first_trained(stages, transport)
-    metas: Metas = {}
+    found: dict[int, EdgeMeta] = {}
     for index in sorted({neighbour for stage in stages for neighbour in (stage - 1, stage)}):
         if not 0 <= index < count - 1:
             continue
@@ -104,25 +104,19 @@ def given(
                 f"shapes has no example of what stage {index} gives; add {index}: torch.empty(..., device='meta')",
                 stage=index,
             )
-        meta = describe(examples[index])
-        metas[index] = [_with_gradients(meta) if trained is not None and trained <= index else meta] * microbatches
-    _compare({stage: found[0] for stage, found in metas.items()}, transport)
-    return metas
+        found[index] = describe(examples[index])
+    trained = [index for index, stage in stages.items() if any(one.requires_grad for one in stage.module.parameters())]
+    first = _compared(found, min(trained, default=count), transport)
+    return {index: [_with_gradients(meta) if first <= index else meta] * microbatches for index, meta in found.items()}
 
 
-def _first_trained(stages: Mapping[int, Stage], transport: Transport) -> int | None:
-    """The first stage of the pipeline that has something to train."""
-    mine = [index for index, stage in stages.items() if any(one.requires_grad for one in stage.module.parameters())]
-    told = transport.exchange(_COUNT.pack(min(mine)) if mine else b"")
-    return min((_COUNT.unpack(data)[0] for data in told if len(data) == _COUNT.size), default=None)
-
-
-def _compare(metas: dict[int, EdgeMeta], transport: Transport) -> None:
-    """Make sure that the ranks at both ends of each edge were given the same."""
+def _compared(metas: dict[int, EdgeMeta], trained: int, transport: Transport) -> int:
+    """Make sure that the ranks at both ends of each edge were given the same; returns the first stage to be trained."""
     mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
-    for rank, data in enumerate(transport.exchange(_joined(mine))):
+    for rank, data in enumerate(transport.exchange(_joined([_COUNT.pack(trained), *mine]))):
         try:
-            parts = list(_parts(data))
+            first, *parts = _parts(data)
+            trained = min(trained, *_COUNT.unpack(first))
             pairs = zip(parts[::2], parts[1::2], strict=True)
             theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in pairs}
         except (ValueError, struct.error, MetadataError) as damage:
@@ -136,6 +130,7 @@ def _compare(metas: dict[int, EdgeMeta], transport: Transport) -> None:
             )
             if error is not None:
                 raise error
+    return trained
 
 
 def _with_gradients(meta: EdgeMeta) -> EdgeMeta:
@@ -153,65 +148,39 @@ def _stand_in(meta: EdgeMeta, device: torch.device) -> Any:
     return meta.unflatten([one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors])
 
 
-def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_last: bool) -> EdgeMeta:
-    """What a stage gives; of the last one that is nobody's concern, but whether it changes its inputs is."""
+def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
     try:
-        try:
-            output = _dry_run(stage, args, kwargs)
-        except RuntimeError as error:
-            if stage.changes_inputs or CHANGES_INPUTS not in str(error):
-                raise
-            stage.changes_inputs = True
-            output = _dry_run(stage, args, kwargs)
-        return describe(None if is_last else output)
+        return describe(_dry_run(stage, args, kwargs))
     except Exception as error:
+        if CHANGES_INPUTS in str(error) and not stage.changes_inputs:
+            stage.changes_inputs = True
+            return _outcome(stage, args, kwargs)
         given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(args))
         told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
         raise StageError(f"{told}: {type(error).__name__}: {error}", stage=stage.index) from error
 
 
+def _find_changes(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Find out whether the last stage changes its inputs in place. Whatever else is wrong shows when it runs."""
+    try:
+        _dry_run(stage, args, kwargs)
+    except Exception as error:
+        stage.changes_inputs = stage.changes_inputs or CHANGES_INPUTS in str(error)
+
+
 def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a stage gives, found by running it on copies, with random numbers and buffers as they were."""
-    with _unchanged(stage), torch.enable_grad():
-        copies = _copied(args)
-        output = stage.module(*(stage.fresh(copies) if stage.changes_inputs else copies), **_copied(kwargs))
+    with untouched(stage.module, stage.device), torch.enable_grad():
+        copies = copied(args)
+        output = stage.module(*(stage.fresh(copies) if stage.changes_inputs else copies), **copied(kwargs))
         if stage.parallel is not None:
             stage.parallel.reshard()
         return output
 
 
-def _copied(values: Any) -> Any:
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    return pytree.tree_map_only(torch.Tensor, copy, values)
-
-
-@contextmanager
-def _unchanged(stage: Stage) -> Iterator[None]:
-    """Leave no trace of a run: neither in the generators of random numbers nor in buffers."""
-    kept = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in stage.module.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    device = stage.device
-    accelerated = device.type not in ("cpu", "meta")
-    with torch.random.fork_rng(
-        devices=[device] if accelerated else [], device_type=device.type if accelerated else "cuda"
-    ):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffers, name, buffer, value in kept:
-                    buffer.copy_(value)
-                    buffers[name] = buffer
-
-
 def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[EdgeMeta]) -> bytes:
-    return _joined([_numbers(kinds), _numbers(samples or ()), *map(encode, metas)])
+    data = _joined([_numbers(kinds), _numbers(samples or ()), *map(encode, metas)])
+    return _COUNT.pack(zlib.crc32(data)) + data
 
 
 def _numbers(numbers: Sequence[int]) -> bytes:
@@ -235,7 +204,9 @@ def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[
 
 
 def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[EdgeMeta]]:
-    parts = list(_parts(data))
+    if len(data) < _COUNT.size or _COUNT.unpack_from(data)[0] != zlib.crc32(data[_COUNT.size :]):
+        raise MetadataError("it is damaged: its checksum is another")
+    parts = list(_parts(data[_COUNT.size :]))
     if len(parts) < 3 or len(parts[0]) % _COUNT.size or len(parts[1]) % _COUNT.size:
         raise MetadataError("a stage announced its shapes in a way that cannot be read: it may run another version")
     kinds, samples = (tuple(number for (number,) in _COUNT.iter_unpack(part)) for part in parts[:2])

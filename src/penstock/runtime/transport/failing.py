@@ -41,15 +41,16 @@ def _error(failure: Failure, message: str, traceback: bool) -> StepError:
 
 
 def label_of(progress: Progress) -> str | None:
-    """The text of the operation under way; None between steps."""
-    index, labels = progress.index, progress.labels  # another thread may write them
+    """The text of the operation under way, or of what it waits for; None between steps."""
+    waits = progress.waiting and progress.waits
+    index, labels = progress.index, waits or progress.labels  # another thread may write them
     return labels[index] if 0 <= index < len(labels) else None
 
 
 def peer_of(progress: Progress) -> int | None:
-    """The rank that the operation under way may have to wait for."""
+    """The rank that the operation under way waits for, or may have to, if it does not tell."""
     index, peers = progress.index, progress.peers
-    return peers[index] if 0 <= index < len(peers) else None
+    return peers[index] if progress.waiting is not False and 0 <= index < len(peers) else None
 
 
 def chain(links: Sequence[tuple[int, str]], end: str) -> str:

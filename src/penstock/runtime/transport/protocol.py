@@ -27,14 +27,18 @@ class Progress:
     Attributes:
         labels: the text of every operation, in order, e.g. ``2F0``.
         peers: for every operation, the rank that it may have to wait for, or None.
+        waits: for every operation, the text of what it waits for then, e.g. ``2RECV_F0``.
         step: how many steps have begun.
         index: the operation under way; -1 between steps.
+        waiting: whether it waits; None if it does not tell.
     """
 
     labels: Sequence[str] = ()
     peers: Sequence[int | None] = ()
+    waits: Sequence[str] = ()
     step: int = 0
     index: int = -1
+    waiting: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
