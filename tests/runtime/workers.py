@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -368,6 +369,8 @@ def _find(call: _Call) -> Callable[..., Any]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         for parent in itertools.accumulate(call.module.split(".")[:-1], "{}.{}".format):
+            with suppress(ImportError):  # a folder of the tests: what else is in it can be imported then
+                importlib.import_module(parent)
             sys.modules.setdefault(parent, types.ModuleType(parent))
         sys.modules[call.module] = module  # before it runs: what it defines must be found by this name
         try:
