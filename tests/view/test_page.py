@@ -2,11 +2,9 @@
 
 import json
 import random
-import shutil
 import statistics
 
 import pytest
-from playwright.sync_api import sync_playwright
 
 from penstock.errors import WriteError
 from penstock.ir.schedule import Schedule
@@ -19,17 +17,6 @@ from penstock.view.page import page_of, write_page
 from penstock.view.palette import LOOKS
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 ü"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if path is None:
-        pytest.fail("the page is tested in Chromium, which is not there: apt-get install chromium")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_actions_have_their_times(timeline, tmp_path):
     drawn = Counter(
         (event["pid"], event["name"], event["ts"], event["args"]["step"])
         for event in of(events, "X")
-        if threads[event["pid"], event["tid"]] == "compute"
+        if threads[event["pid"], event["tid"]] == ("compute" if event["dur"] else "instants")
     )
     spans = [timeline.spans[cell] for cell in timeline.flow.blocking]
 
@@ -101,6 +101,8 @@ def test_each_transfer_is_sent_received_and_has_an_arrow(timeline, tmp_path):
 
     assert len(sent) == len(received) == len(timeline.transfers) > 0
     assert [event["pid"] for event in received] == [transfer.target for transfer in timeline.transfers]
+    assert {event["args"]["type"] for event in sent} == {"SEND_F", "SEND_B"}
+    assert {event["args"]["type"] for event in received} == {"RECV_F", "RECV_B"}
     assert [event["id"] for event in starts] == [event["id"] for event in ends] == list(range(1, len(sent) + 1))
     assert {event["id"] for event in of(events, "t")} <= set(range(1, len(sent) + 1))
     assert all(event["bp"] == "e" for event in ends)
@@ -131,7 +133,7 @@ def test_transfers_at_the_same_time_have_lanes_of_their_own(tmp_path):
     timeline = simulate(build("GPipe", ranks=2, microbatches=3), Costs(forward=1, latency=2.5))
     names = set(thread_names(written(timeline, tmp_path)).values())
 
-    assert {"compute", "idle", "send to rank 1", "send to rank 1 (2)", "receive from rank 0 (3)"} <= names
+    assert {"compute", "idle", "send (to rank 1)", "send (to rank 1, lane 2)", "receive (from rank 0, lane 3)"} <= names
 
 
 def test_parallel_lanes():

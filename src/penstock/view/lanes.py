@@ -1,4 +1,4 @@
-"""The lines of a rank in a trace: what it computes, and a lane for each peer; more where transfers overlap."""
+"""The lines of a rank in a trace: what it does, and a lane for each peer; more where transfers overlap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-COMPUTE, IDLE, LANE = range(3)
+COMPUTE, INSTANTS, IDLE, LANE = range(4)
+
+_NAMES = {COMPUTE: "compute", INSTANTS: "instants", IDLE: "idle"}
 
 
 class Thread(NamedTuple):
@@ -16,7 +18,7 @@ class Thread(NamedTuple):
 
     Attributes:
         rank: the rank.
-        subject: ``COMPUTE``, ``IDLE`` or ``LANE``.
+        subject: ``COMPUTE``, ``INSTANTS`` for actions that take no time, ``IDLE`` or ``LANE``.
         peer: for a lane, the rank at the other end.
         receives: whether it comes from there.
         number: which of several lanes in parallel, from 0.
@@ -30,9 +32,10 @@ class Thread(NamedTuple):
 
     def __str__(self) -> str:
         if self.subject != LANE:
-            return "compute" if self.subject == COMPUTE else "idle"
-        words = f"receive from rank {self.peer}" if self.receives else f"send to rank {self.peer}"
-        return f"{words} ({self.number + 1})" if self.number else words
+            return _NAMES[self.subject]
+        # In brackets: a reader that puts the number of the thread behind its name must not make another rank of it.
+        lane = f", lane {self.number + 1}" if self.number else ""
+        return f"receive (from rank {self.peer}{lane})" if self.receives else f"send (to rank {self.peer}{lane})"
 
 
 def parallel(spans: Iterable[tuple[int, int]]) -> list[int]:

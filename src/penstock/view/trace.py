@@ -1,8 +1,8 @@
 """A timeline as a trace that Perfetto and ``chrome://tracing`` open: the Trace Event Format, as a JSON object.
 
-A rank is a process. Its threads are what it computes, why it is idle, and a lane for each peer that it sends to or
-receives from. Arrows follow what is sent: from the action that makes it through the transfer to the action that needs
-it. The memory that a rank holds is a counter.
+A rank is a process. Its threads are what it computes, what takes it no time, why it is idle, and a lane for each peer
+that it sends to or receives from. Arrows follow what is sent: from the action that makes it through the transfer to
+the action that needs it. The memory that a rank holds is a counter.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from penstock.errors import WriteError
+from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
 from penstock.simulation.timeline import WRITERS
 from penstock.view.files import replacing
-from penstock.view.lanes import COMPUTE, IDLE, LANE, Thread, parallel
+from penstock.view.lanes import COMPUTE, IDLE, INSTANTS, LANE, Thread, parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.ir.actions import Action, ComputationType
+    from penstock.ir.actions import ComputationType
     from penstock.simulation.timeline import Span, Timeline, Transfer
 
     Event: TypeAlias = dict[str, Any]
@@ -88,8 +89,10 @@ class Trace:
             raise WriteError(
                 f"{timeline.makespan:g} units of {unit:g} seconds do not fit a trace: choose a {side} unit"
             )
+        spans = timeline.spans
+        self._runs = [(spans[cell], self._run(spans[cell])) for cell in timeline.flow.blocking.tolist()]
         self._sends, self._receives = self._placed_transfers()
-        threads = {bar.thread for bar in (*self._sends, *self._receives)}
+        threads = {bar.thread for _, bar in self._runs} | {bar.thread for bar in (*self._sends, *self._receives)}
         threads |= {Thread(rank, subject) for rank in range(timeline.flow.ranks) for subject in (COMPUTE, IDLE)}
         # Readers take a thread whose number is that of its process for the main one.
         self._number = dict(zip(sorted(threads), count(timeline.flow.ranks + 1), strict=False))
@@ -100,10 +103,16 @@ class Trace:
         yield from self._actions()
         yield from self._idle()
         for transfer, send, receive in zip(self._timeline.transfers, self._sends, self._receives, strict=True):
-            yield self._complete(send, str(transfer.action), "send", _transfer_facts(transfer))
-            yield self._complete(receive, str(transfer.action), "receive", _transfer_facts(transfer))
+            way = {"step": transfer.step, "from": transfer.source, "to": transfer.target}
+            for bar, action, category in ((send, transfer.action, "send"), (receive, _receive_of(transfer), "receive")):
+                yield self._complete(bar, str(action), category, {**_action_facts(action), **way})
         yield from self._arrows()
         yield from self._memory()
+
+    def _run(self, span: Span) -> _Bar:
+        """An action as a bar. What takes no time has a line of its own: readers put it inside of what begins then."""
+        start, end = self._time(span.start), self._time(span.end)
+        return _Bar(Thread(span.rank, COMPUTE if end > start else INSTANTS), start, end)
 
     def _placed_transfers(self) -> tuple[list[_Bar], list[_Bar]]:
         """Every transfer as a bar of the rank that sends, and of the one that receives."""
@@ -133,11 +142,10 @@ class Trace:
 
     def _actions(self) -> Iterator[Event]:
         waited = self._waited()
-        for span in self._blocking():
+        for span, bar in self._runs:
             facts = {**_action_facts(span.action), "step": span.step}
             if causes := waited.get((span.rank, span.start, span.action)):
                 facts["waited for"] = causes
-            bar = _Bar(Thread(span.rank, COMPUTE), self._time(span.start), self._time(span.end))
             yield self._complete(bar, str(span.action), span.action.computation_type.value, facts)
 
     def _waited(self) -> dict[tuple[int, float, Action], str]:
@@ -152,10 +160,6 @@ class Trace:
                     waits[wait.rank, wait.end, wait.before] = "; ".join(causes)
                 causes = []
         return waits
-
-    def _blocking(self) -> Iterator[Span]:
-        flow, spans = self._timeline.flow, self._timeline.spans
-        return (spans[cell] for cell in flow.blocking.tolist())
 
     def _idle(self) -> Iterator[Event]:
         for wait in self._timeline.waits:
@@ -178,11 +182,7 @@ class Trace:
 
     def _runs_by_leaf(self) -> _Runs:
         """When and where every action runs; an action of an overlap with the overlap."""
-        return {
-            (span.step, *leaf[:3]): _Bar(Thread(span.rank, COMPUTE), self._time(span.start), self._time(span.end))
-            for span in self._blocking()
-            for leaf in span.action.leaves
-        }
+        return {(span.step, *leaf[:3]): bar for span, bar in self._runs for leaf in span.action.leaves}
 
     def _memory(self) -> Iterator[Event]:
         for rank, curve in enumerate(self._timeline.memory):
@@ -220,8 +220,10 @@ def _action_facts(action: Action) -> Event:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _transfer_facts(transfer: Transfer) -> Event:
-    return {**_action_facts(transfer.action), "step": transfer.step, "from": transfer.source, "to": transfer.target}
+def _receive_of(transfer: Transfer) -> Action:
+    stage, kind, microbatch, _ = transfer.action
+    route = _ROUTE[kind]
+    return Action(stage + route.stage_offset, route.receive, microbatch)
 
 
 WRITERS[".json"] = write_trace
