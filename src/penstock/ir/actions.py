@@ -35,6 +35,23 @@ class ComputationType(StrEnum):
 
     __hash__ = str.__hash__  # it equals its value, so it is found under its value; and it need not be computed
 
+    @staticmethod
+    def from_str(action: str) -> ComputationType:
+        """The type that is written so.
+
+        Raises:
+            ActionError: there is no such type; it is a ``RuntimeError`` too, as PyTorch's is.
+        """
+        try:
+            return ComputationType(action)
+        except ValueError:
+            known = ", ".join(ComputationType)
+            raise _UnknownTypeError(f"{action!r} is not a computation type; there are {known}") from None
+
+
+class _UnknownTypeError(ActionError, RuntimeError):
+    """There is no such computation type."""
+
 
 FORWARD: Final = ComputationType.FORWARD
 BACKWARD_INPUT: Final = ComputationType.BACKWARD_INPUT
@@ -89,11 +106,7 @@ class Action(_Fields):
         sub_actions: tuple[Action, ...] | None = None,
     ) -> Self:
         """Check that the fields go together; ``ActionError`` says which do not."""
-        try:
-            kind = ComputationType(computation_type)
-        except ValueError:
-            known = ", ".join(ComputationType)
-            raise ActionError(f"{computation_type!r} is not a computation type; there are {known}") from None
+        kind = ComputationType.from_str(computation_type)
         if kind is OVERLAP_F_B:
             if microbatch_index is not None:
                 raise ActionError(f"an overlap has no microbatch of its own: microbatch_index={microbatch_index!r}")
