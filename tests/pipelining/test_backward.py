@@ -35,11 +35,11 @@ class Tied(torch.nn.Module):
 
     def __init__(self, *, biases: bool):
         super().__init__()
-        self.biases = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(6)) for _ in range(2 if biases else 0)])
+        self.early, self.late = (torch.nn.Parameter(torch.randn(6)) if biases else None for _ in range(2))
         self.weight = torch.nn.Parameter(torch.randn(6, 6))
 
     def forward(self, x):
-        for bias in self.biases or [None, None]:
+        for bias in (self.early, self.late):
             x = functional.linear(x.relu(), self.weight, bias)
         return x
 
