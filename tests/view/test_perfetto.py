@@ -23,6 +23,9 @@ TIMELINES = {
     "two steps": lambda: simulate(build("1F1B", ranks=2, microbatches=2), Costs(latency=0.1, optimizer=1), steps=2),
     "thirds": lambda: simulate(build("ZBVZeroBubble", ranks=3, microbatches=6), Costs(forward=1 / 3, latency=0.07)),
     "parallel": lambda: simulate(build("GPipe", ranks=12, microbatches=3), Costs(latency=2.5)),
+    "no time one way": lambda: simulate(
+        build("DualPipeV", ranks=2, microbatches=4), Costs(activation_bytes=2, gradient_bytes=0, bandwidth=1)
+    ),
     "no latency": lambda: simulate(lower(build("Interleaved1F1B", ranks=2, microbatches=4, stages_per_rank=4))),
 }
 OF_ROUTE = {"SEND_F": (+1, "F", "RECV_F"), "SEND_B": (-1, "BI", "RECV_B")}

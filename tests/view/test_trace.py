@@ -138,7 +138,8 @@ def test_transfers_at_the_same_time_have_lanes_of_their_own(tmp_path):
 
 def test_parallel_lanes():
     assert parallel([]) == []
-    assert parallel([(0, 2), (2, 3), (1, 2), (2, 2)]) == [0, 0, 1, 0]
+    assert parallel([(0, 2), (2, 3), (1, 2)]) == [0, 0, 1]
+    assert parallel([(0, 2), (2, 3), (2, 2), (2, 2)]) == [0, 2, 0, 1]
 
 
 def test_it_says_what_was_waited_for(tmp_path):

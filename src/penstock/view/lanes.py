@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from heapq import heapify, heapreplace
+from heapq import heappush, heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,19 +41,21 @@ class Thread(NamedTuple):
 def parallel(spans: Iterable[tuple[int, int]]) -> list[int]:
     """A number for each span of (start, end), so that those with the same number do not overlap. O(n log n).
 
-    >>> parallel([(0, 3), (1, 4), (3, 5), (5, 5)])
-    [0, 1, 0, 1]
+    Nor do they begin at once: readers put what takes no time inside of what begins then, and its arrows go astray.
+
+    >>> parallel([(0, 3), (1, 4), (3, 5), (5, 5), (5, 5)])
+    [0, 1, 0, 1, 0]
     """
     spans = list(spans)
     numbers = [0] * len(spans)
     free: list[tuple[int, int]] = []  # when each number is free again
     for place in sorted(range(len(spans)), key=lambda place: spans[place]):
         start, end = spans[place]
+        end = max(end, start + 1)
         if free and free[0][0] <= start:
             numbers[place] = free[0][1]
             heapreplace(free, (end, numbers[place]))
         else:
             numbers[place] = len(free)
-            free.append((end, numbers[place]))
-            heapify(free)
+            heappush(free, (end, numbers[place]))
     return numbers
