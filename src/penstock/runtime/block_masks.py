@@ -11,7 +11,7 @@ from penstock.runtime.microbatches import sizes
 from penstock.runtime.specs import register_splitter
 
 
-def _split_mask(mask: BlockMask, microbatches: int) -> list[BlockMask]:
+def split_mask(mask: BlockMask, microbatches: int) -> list[BlockMask]:
     """The rows of a mask for each microbatch, each of which counts its samples from 0."""
     batch = mask.shape[0]
     if batch == 1:
@@ -34,4 +34,4 @@ def _rows(mask: BlockMask, start: int, length: int) -> BlockMask:
     return rows
 
 
-register_splitter(BlockMask, _split_mask, size=lambda mask: None if mask.shape[0] == 1 else int(mask.shape[0]))
+register_splitter(BlockMask, split_mask, size=lambda mask: None if mask.shape[0] == 1 else int(mask.shape[0]))

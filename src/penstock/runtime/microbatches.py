@@ -138,15 +138,15 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
     first = _Tree.of(name, values[0], spec)
     if first.treespec.is_leaf():
         return _merged(first, 0, values)
-    flattened = [_flattened(value) for value in values]
-    for index, (_, treespec) in enumerate(flattened):
+    taken_apart = [flattened(value) for value in values]
+    for index, (_, treespec) in enumerate(taken_apart):
         if treespec != first.treespec:
             raise MicrobatchError(
                 f"microbatch {index} gives another structure of {name} than microbatch 0, so they cannot be merged: "
                 f"{treespec} and {first.treespec}",
                 name=name,
             )
-    columns = zip(*[leaves for leaves, _ in flattened], strict=True)
+    columns = zip(*[leaves for leaves, _ in taken_apart], strict=True)
     merged = [_merged(first, index, column) for index, column in enumerate(columns)]
     return pytree.tree_unflatten(merged, first.treespec)
 
@@ -163,8 +163,8 @@ class _Tree:
 
     @classmethod
     def of(cls, name: str, value: Any, spec: Spec) -> _Tree:
-        leaves, treespec = _flattened(value)
-        return cls(name, value, leaves, treespec, _specs(spec, value, len(leaves), name))
+        leaves, treespec = flattened(value)
+        return cls(name, value, leaves, treespec, leaf_specs(spec, value, len(leaves), name))
 
     def place(self, index: int) -> str:
         """The name of a leaf, as a user would write it."""
@@ -175,7 +175,7 @@ class _Tree:
         return self.name + pytree.keystr(found[index][0])
 
 
-def _flattened(value: Any) -> tuple[list[Any], Any]:
+def flattened(value: Any) -> tuple[list[Any], Any]:
     """The leaves of a value, and its structure.
 
     Torch's own function leaves objects behind that only the garbage collector can free; a step should leave none, so it
@@ -206,7 +206,7 @@ def _splitter(value: Any) -> Splitter | None:
     return splitter_of(type(value))
 
 
-def _specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
+def leaf_specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
     """A spec for each of the leaves of a value, of which there are ``count``."""
     if spec is None or isinstance(spec, TensorChunkSpec):
         return [spec] * count
@@ -226,7 +226,7 @@ def _specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
         pairs = _by_field(spec, value, name)
     else:
         pairs = _by_place(spec, value, name)
-    return [leaf for child_spec, child, place in pairs for leaf in _specs(child_spec, child, _count(child), place)]
+    return [leaf for child_spec, child, place in pairs for leaf in leaf_specs(child_spec, child, _count(child), place)]
 
 
 def _by_key(spec: dict[Any, Any], value: dict[Any, Any], name: str) -> list[tuple[Spec, Any, str]]:
@@ -296,10 +296,10 @@ def _pieces(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
         return _custom(tree, index, splitter, microbatches)
     if not isinstance(value, torch.Tensor):
         return _shared(tree, index, microbatches)
-    return _cut(value, _dim(spec), microbatches)
+    return cut(value, _dim(spec), microbatches)
 
 
-def _cut(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
+def cut(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
     """Parts that share memory with the tensor, and that a module may change in place."""
     lengths = sizes(tensor.shape[dim], microbatches)
     if not tensor.requires_grad:
@@ -333,7 +333,7 @@ def _custom(tree: _Tree, index: int, splitter: Splitter, microbatches: int) -> S
 
 def _shared(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
     value = tree.leaves[index]
-    if not _holds_tensors(value):
+    if not holds_tensors(value):
         return [value] * microbatches
     name, kind = tree.place(index), type(value).__qualname__
     raise MicrobatchError(
@@ -343,7 +343,7 @@ def _shared(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
     )
 
 
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
     """Whether an object of the user's own has tensors in it that may be part of the batch."""
     if type(value).__module__ == "builtins" or callable(value):
         return False

@@ -11,15 +11,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TensorChunkSpec:
     """Split, or concatenate, along this dimension.
 
     >>> TensorChunkSpec.from_tuple((0, 1))
-    (TensorChunkSpec(split_dim=0), TensorChunkSpec(split_dim=1))
+    (TensorChunkSpec(0), TensorChunkSpec(1))
     """
 
     split_dim: int
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
