@@ -1,0 +1,371 @@
+"""The work of a stage for one microbatch: forward, backward, and the two halves of a backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.pipelining._debug import map_debug_info
+from penstock.pipelining._stage_edges import StageEdges
+from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple
+from penstock.pipelining._utils import (
+    PipeliningMetadataError,
+    TensorMeta,
+    flatten_args,
+    validate_tensors_metadata,
+)
+from penstock.runtime.engine import accumulate, is_shared, taken
+from penstock.runtime.split_backward import SplitBackward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Gradients = tuple[torch.Tensor | None, ...]
+#: The name, in what the first half of a backward leaves, of the second.
+_LEFT: Final = "weight_backward"
+
+
+class StageCompute(StageEdges):
+    """A stage at work."""
+
+    _split: SplitBackward | None = None
+    _without_gradient: list[torch.Tensor] | None = None
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run the module for a microbatch.
+
+        Args:
+            fwd_chunk_id: the microbatch.
+            args: what the first stage is called with; the others take what they have received.
+            kwargs: further arguments, for any stage.
+            save_forward_output: whether the last stage keeps what it returns in ``output_chunks``.
+
+        Returns:
+            What the module returns.
+        """
+        if not self.is_first:
+            args = self._retrieve_recv_activations(fwd_chunk_id)
+        kwargs = kwargs or {}
+        if self._runtime_validate:
+            self._validate_stage_tensors(f"Stage {self.stage_index} forward inputs", self._stage_meta.inputs, args)
+        try:
+            output = self.forward_maybe_with_nosync(*args, **kwargs)
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.log_prefix} failed to run forward of microbatch {fwd_chunk_id}: {type(error).__name__}: "
+                f"{error}\nargs: {map_debug_info(args)}\nkwargs: {map_debug_info(kwargs)}"
+            ) from error
+        outputs = _normalize_model_output_as_tuple(output)
+        is_last = self.is_last
+        if is_last and save_forward_output:
+            self.output_chunks.append(output)
+        if self._runtime_validate and not is_last:
+            self._validate_stage_tensors(f"Stage {self.stage_index} forward outputs", self._stage_meta.outputs, outputs)
+        # Nobody asks again for the outputs of a last stage that nothing can be differentiated of.
+        if not is_last or self._has_backward or torch.is_grad_enabled():
+            self.fwd_cache[fwd_chunk_id] = outputs, _flat(args, kwargs)
+        return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; one that shares gradients with other replicas does not in this microbatch."""
+        parallel = self._parallel
+        if parallel.keeps_outputs:
+            with parallel.silent():
+                return self.submod(*args, **kwargs)
+        return self.submod(*args, **kwargs)
+
+    def _validate_stage_tensors(
+        self, desc: str, expected: tuple[TensorMeta | None, ...] | None, actual: tuple[Any, ...]
+    ) -> None:
+        if expected is None:
+            raise PipeliningMetadataError(f"{desc}: no metadata available to compare with")
+        validate_tensors_metadata(desc, expected, actual)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: torch.Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run the backward of a microbatch, once.
+
+        Args:
+            bwd_chunk_id: the microbatch.
+            loss: its loss, for the last stage.
+            full_backward: whether all of it runs; else the gradients of the weights are left to
+                ``backward_weight_one_chunk``.
+            last_backward: whether it is the last of the step, in which gradients are shared with other replicas.
+        """
+        if not self.has_backward:
+            return
+        self._check_chunk_id(bwd_chunk_id)
+        outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
+        known = self._stage_meta.inputs
+        beginning = {
+            "stage_output": loss if self.is_last else outputs,
+            "output_grads": None if self.is_last else self._output_gradients(bwd_chunk_id),
+            # Arguments by keyword belong to the user, and so do their gradients.
+            "input_values": inputs if known is None else inputs[: len(known)],
+        }
+        if self.dw_builder or full_backward:
+            gradients, _ = self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
+            if self.dw_builder:
+                self._run_or_keep(bwd_chunk_id, full_backward)
+        else:
+            gradients = self._input_half(bwd_chunk_id, beginning, last_backward)
+        if self._runtime_validate and not self.is_first:
+            what = f"Stage {self.stage_index} backward output (input_grads)"
+            self._validate_stage_tensors(what, self._stage_meta.input_grads, gradients)
+        self.bwd_cache[bwd_chunk_id] = gradients
+        if self.is_last and not self.is_first:
+            _cut_off(outputs)
+
+    def _output_gradients(self, microbatch: int) -> Gradients:
+        gradients = self._retrieve_recv_grads(microbatch)
+        if self._runtime_validate:
+            what = f"Stage {self.stage_index} backward input (output_grads)"
+            self._validate_stage_tensors(what, self._stage_meta.output_grads, gradients)
+        return gradients
+
+    def _run_or_keep(self, microbatch: int, run: bool) -> None:
+        """What the user's function gives for the weights: now, or when their turn comes."""
+        assert self.dw_builder is not None
+        runner = self.dw_builder()
+        if run:
+            runner()
+        else:
+            self.dw_runner[microbatch] = runner
+
+    def _input_half(self, microbatch: int, beginning: dict[str, Any], last_backward: bool) -> Gradients:
+        inputs = beginning["input_values"]
+        if self.is_first:  # nobody waits for a gradient: all of it can wait
+            self.backward_state[microbatch] = inputs, None, beginning["stage_output"], beginning["output_grads"]
+            self.dw_runner[microbatch] = _nothing
+            return (None,) * len(inputs)
+        gradients, left = self.backward_maybe_with_nosync("input", beginning, last_backward=last_backward)
+        self.backward_state[microbatch] = (), left, None, None
+        self.dw_runner[microbatch] = _nothing
+        return gradients
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the gradients of the weights for a microbatch whose inputs have theirs."""
+        if not self.has_backward:
+            return
+        runner = self.dw_runner.pop(bwd_chunk_id, None)
+        if runner is None:
+            raise AssertionError(
+                f"{self.log_prefix} backward_weight_one_chunk for microbatch {bwd_chunk_id} comes after "
+                "backward_one_chunk(full_backward=False), which has not run"
+            )
+        if self.dw_builder is not None:
+            runner()
+            return
+        inputs, left, outputs, gradients = self.backward_state.pop(bwd_chunk_id)
+        if left is None:
+            beginning = {"stage_output": outputs, "output_grads": gradients, "input_values": inputs}
+            self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
+        else:
+            rest = {"stage_output": outputs, "param_groups": left}
+            self.backward_maybe_with_nosync("weight", rest, last_backward=last_backward)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Gradients, list[dict[str, Any]] | None]:
+        """Run a backward; gradients are shared with other replicas in the last one of a step, or after it.
+
+        Args:
+            backward_type: ``full``, ``input`` or ``weight``.
+            bwd_kwargs: where it begins (``stage_output``, ``output_grads``) and ends (``input_values``), or what the
+                first half has left (``param_groups``).
+            last_backward: whether it is the last one.
+
+        Returns:
+            The gradients of the inputs, and what is left for the weights.
+        """
+        run = _BACKWARDS.get(backward_type)
+        if run is None:
+            raise RuntimeError(f"no backward is called {backward_type!r}; there are full, input and weight")
+        parallel = self._parallel
+        result: tuple[Gradients, list[dict[str, Any]] | None] = parallel.backward(
+            backward_type, lambda: run(self, bwd_kwargs), bwd_kwargs.get("stage_output"), last_backward
+        )
+        return result
+
+    def _full_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, None]:
+        inputs = beginning["input_values"]
+        self._watch_gradients()
+        try:
+            roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size=False)
+            if roots:
+                accumulate(roots, gradients)
+        except Exception as error:
+            raise self._failure("backward", beginning, error) from error
+        self._own_gradients()
+        return (_kept(inputs) if self.is_first else _taken(inputs)), None
+
+    def _input_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, list[dict[str, Any]]]:
+        inputs, outputs = beginning["input_values"], beginning["stage_output"]
+        wanted = [one for one in inputs if _needs_gradient(one)]
+        if not self._parallel.divisible or not all(one.is_leaf for one in wanted):
+            return self._full_backward(beginning)[0], [{_LEFT: _nothing}]
+        self._watch_gradients()
+        try:
+            roots, gradients = _roots(outputs, beginning["output_grads"], of_any_size=True)
+            found, left = self._halved(roots, gradients, wanted)
+        except Exception as error:
+            raise self._failure("backward input", beginning, error) from error
+        self._own_gradients()
+        _cut_off(outputs if isinstance(outputs, tuple) else (outputs,))
+        each = iter(found)
+        return tuple([next(each) if _needs_gradient(one) else None for one in inputs]), [{_LEFT: left}]
+
+    def _halved(
+        self,
+        roots: Sequence[Any],
+        gradients: Sequence[torch.Tensor],
+        wanted: list[torch.Tensor],
+    ) -> tuple[Sequence[torch.Tensor | None], Callable[[], None]]:
+        if not roots:
+            return [None] * len(wanted), _nothing
+        if self._split is None:
+            self._split = SplitBackward()
+        edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+        return self._split.input_backward(edges, gradients, wanted)
+
+    def _weight_backward(self, rest: dict[str, Any]) -> tuple[Gradients, None]:
+        self._watch_gradients()
+        for left in rest["param_groups"]:
+            left.pop(_LEFT)()
+        self._own_gradients()
+        return (), None
+
+    def _watch_gradients(self) -> None:
+        """Find out, once in a step, which parameters have no gradient yet."""
+        if self._without_gradient is None:
+            mine = self._parallel.is_alone and isinstance(self.submod, torch.nn.Module)
+            parameters = self.submod.parameters() if mine else ()
+            self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
+
+    def _own_gradients(self) -> None:
+        """Give every parameter that has just got its first gradient one of its own.
+
+        Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in
+        place, and would change both.
+        """
+        if not self._without_gradient:
+            return
+        for parameter in self._without_gradient:
+            gradient = parameter.grad
+            if type(gradient) is torch.Tensor and is_shared(gradient):
+                parameter.grad = gradient.clone()
+        self._without_gradient = [one for one in self._without_gradient if one.grad is None]
+
+    def _failure(self, what: str, beginning: dict[str, Any], error: Exception) -> RuntimeError:
+        told = {name: map_debug_info(value) for name, value in beginning.items()}
+        return RuntimeError(
+            f"{self.log_prefix} Failed to run stage {what}: {type(error).__name__}: {error}\n"
+            f"Stage output: {told['stage_output']}\nOutput gradient: {told['output_grads']}\n"
+            f"Input: {told['input_values']}"
+        )
+
+    def clear_runtime_states(self) -> None:
+        """A step begins: forget the one before."""
+        super().clear_runtime_states()
+        self._without_gradient = None
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide all gradients, once in a step: by the number of microbatches if the loss is a mean, by 1 for a sum."""
+        if grad_scale_factor == 1:
+            return
+        gradients = [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, grad_scale_factor)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """REDUCE_GRAD: all backwards of the step are done. Share the gradients with other replicas, and scale them."""
+        self._parallel.reduce()
+        if grad_scale_factor != 1:
+            self.scale_grads(grad_scale_factor)
+
+
+_BACKWARDS: Final[dict[str, Callable[[StageCompute, dict[str, Any]], tuple[Gradients, Any]]]] = {
+    "full": StageCompute._full_backward,
+    "input": StageCompute._input_backward,
+    "weight": StageCompute._weight_backward,
+}
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """All that a module is called with, without the containers that it comes in."""
+    for value in args:
+        if not isinstance(value, torch.Tensor):
+            break
+    else:
+        return [*args, *flatten_args(kwargs)] if kwargs else list(args)
+    return [*flatten_args(args), *flatten_args(kwargs)]
+
+
+def _roots(outputs: Any, gradients: Any, *, of_any_size: bool) -> tuple[list[Any], list[torch.Tensor]]:
+    """Where a backward begins, and with what. A loss begins with ones; ``of_any_size`` allows more than one number.
+
+    An output without a gradient is one that the next stage has no use for.
+    """
+    if isinstance(outputs, torch.Tensor):
+        if not outputs.requires_grad:
+            return [], []
+        if gradients is None:
+            if outputs.numel() != 1 and not of_any_size:
+                raise RuntimeError(f"the loss must be one number, not a tensor of shape {tuple(outputs.shape)}")
+            gradients = torch.ones_like(outputs)
+        return [outputs], [gradients]
+    roots, known = [], []
+    for output, gradient in zip(outputs or (), gradients or (), strict=True):
+        if gradient is not None and (isinstance(output, GradientEdge) or _needs_gradient(output)):
+            roots.append(output)
+            known.append(gradient)
+    return roots, known
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _taken(inputs: Sequence[Any]) -> Gradients:
+    """The gradients of inputs, taken away from them."""
+    for value in inputs:
+        if type(value) is not torch.Tensor or not (value.is_leaf or value.retains_grad):
+            break
+    else:
+        return tuple(taken(inputs))
+    found = []
+    for value in inputs:
+        gradient = value.grad if _needs_gradient(value) and (value.is_leaf or value.retains_grad) else None
+        if gradient is not None:
+            value.grad = None
+        found.append(gradient)
+    return tuple(found)
+
+
+def _kept(inputs: Sequence[Any]) -> Gradients:
+    """The gradients of what the model was called with: they are the user's, and stay where they are."""
+    return tuple([value.grad if _needs_gradient(value) and value.is_leaf else None for value in inputs])
+
+
+def _cut_off(outputs: Sequence[Any]) -> None:
+    """Free the graph of outputs that live on. That of a view cannot be cut off in place."""
+    for output in outputs:
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None and not output._is_view():
+            output.detach_()
+
+
+def _nothing() -> None:
+    """The second half of a backward that has only one."""

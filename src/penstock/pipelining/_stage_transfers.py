@@ -1,0 +1,184 @@
+"""What a stage sends and receives: descriptions, buffers, and the layout in which a tensor goes over the wire."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
+from penstock.runtime.metadata import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_P2POp = dist.P2POp
+
+
+def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a module returns, as a tuple of what goes to the next stage.
+
+    >>> _normalize_model_output_as_tuple([1, 2]), _normalize_model_output_as_tuple(1)
+    ((1, 2), (1,))
+    """
+    if type(output) is tuple:
+        return output
+    return tuple(output) if type(output) is list else (output,)
+
+
+class _RecvInfo:
+    """An input of a stage for one microbatch: where it comes from, what it looks like, and where it is put.
+
+    Attributes:
+        input_name: a name for messages.
+        source: the stage that it comes from; None for an argument of the whole model.
+        buffer: what it is received into. There is one from the moment the receive is asked for until it is used.
+        tensor_meta: what it looks like; None if nothing comes.
+        is_root_arg: whether it is an argument of the whole model, which is not received.
+    """
+
+    def __init__(
+        self,
+        input_name: str,
+        source: int | None,
+        buffer: torch.Tensor | None,
+        tensor_meta: TensorMeta | None,
+        *,
+        is_root_arg: bool = False,
+    ) -> None:
+        self.input_name = input_name
+        self.source = source
+        self.buffer = buffer
+        self.tensor_meta = tensor_meta
+        self.is_root_arg = is_root_arg
+        self._for_one_use = False
+        self._layout: Layout | None = None
+
+    def __repr__(self) -> str:
+        if self.is_root_arg:
+            return f"_RecvInfo(input={self.input_name}, root_arg=True)"
+        shape = None if self.buffer is None else self.buffer.size()
+        kind = "None" if self.tensor_meta is None else type(self.tensor_meta).__name__
+        return f"_RecvInfo(input={self.input_name}, source={self.source}, shape={shape}, meta={kind})"
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """A new buffer, which is given up when it is taken."""
+        if self._layout is None:
+            assert self.tensor_meta is not None
+            self._layout = Layout.of(self.tensor_meta)
+        self.buffer = buffer = self._layout.empty(device)
+        self._for_one_use = True
+        return buffer
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """A tensor in place of a received one."""
+        self.buffer = tensor
+        self._for_one_use = True
+
+    def forget(self) -> None:
+        """Give up the buffer, unless someone else has put it there."""
+        if self._for_one_use:
+            self.buffer = None
+            self._for_one_use = False
+
+
+class Layout(NamedTuple):
+    """How a tensor goes over the wire: dense, in the order of dimensions that its description has.
+
+    >>> from penstock.pipelining._utils import extract_tensor_meta
+    >>> Layout.of(extract_tensor_meta(torch.ones(3, 2).T)).stride
+    (1, 2)
+    >>> Layout.of(extract_tensor_meta(torch.ones(2, 1).expand(2, 3))).stride
+    (3, 1)
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, meta: TensorMeta) -> Layout:
+        """The layout of what is described; of a distributed tensor, of the part that is here."""
+        described = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        return cls(meta.shape, torch.empty_like(described).stride(), meta.dtype)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def arranged(self, tensor: torch.Tensor, what: str, *where: object) -> torch.Tensor:
+        """The memory of a tensor in this layout, as it is sent.
+
+        Args:
+            tensor: without history.
+            what: names the tensor if it is not as described, with the rest of the arguments put in.
+            where: the rest.
+        """
+        if tensor.shape != self.shape or tensor.dtype is not self.dtype:
+            differs = "shape" if tensor.shape != self.shape else "dtype"
+            raise PipeliningMetadataError(
+                f"{what.format(*where)}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)}"
+            )
+        if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = self.empty(tensor.device).copy_(tensor)
+        return wire(tensor)
+
+
+class Layouts:
+    """The layouts of a tuple of descriptions, found when it is another one."""
+
+    __slots__ = ("_layouts", "_metas")
+
+    def __init__(self) -> None:
+        self._metas: object = ()
+        self._layouts: tuple[Layout | None, ...] = ()
+
+    def of(self, metas: tuple[TensorMeta | None, ...]) -> tuple[Layout | None, ...]:
+        """The layout of each; None where there is no description."""
+        if metas is not self._metas:
+            self._layouts = tuple(None if meta is None else Layout.of(meta) for meta in metas)
+            self._metas = metas
+        return self._layouts
+
+
+class Peers:
+    """Operations with the rank of another stage, made without finding out each time which one that is."""
+
+    __slots__ = ("_known", "_mapping")
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int, int]] = {}
+        self._mapping: dict[int, int] = {}
+
+    def check(self, mapping: dict[int, int]) -> None:
+        """Forget all if stages are on other ranks now."""
+        if mapping != self._mapping:
+            self._known.clear()
+            self._mapping = dict(mapping)
+
+    def operation(
+        self,
+        op: Callable[..., Any],
+        tensor: torch.Tensor,
+        stage: int,
+        rank_of: Callable[[int], int],
+        group: dist.ProcessGroup | None,
+    ) -> dist.P2POp:
+        """A ``P2POp`` with the stage. ``rank_of`` is asked once."""
+        known = self._known.get(stage)
+        if known is None or dist.P2POp is not _P2POp:
+            made = dist.P2POp(op, tensor, rank_of(stage), group)
+            if type(made) is _P2POp:
+                self._known[stage] = made.group, made.peer, made.group_peer
+            return made
+        made = object.__new__(_P2POp)  # the constructor looks up again, several times, what is known
+        made.op = op
+        made.tensor = tensor
+        made.group, made.peer, made.group_peer = known
+        made.tag = 0
+        return made
+
+
+def _told(described: Any) -> str:
+    return f"{str(described.dtype).removeprefix('torch.')}{list(described.shape)}"
