@@ -55,7 +55,9 @@ PATIENCE = timedelta(seconds=120)
 """How long a collective waits: longer than any run should take."""
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "hypothesis", "numba", "torch", "torch.nn.attention.flex_attention"])
+CONTEXT.set_forkserver_preload(
+    ["pytest", "hypothesis", "numba", "torch", "torch.nn.attention.flex_attention", "torch.distributed.pipelining"]
+)
 
 
 class WorkerError(Exception):
