@@ -1,0 +1,260 @@
+"""Programs for the engine: of any lowered order, and of the orders of one stage per rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed.fsdp import FSDPModule
+
+from penstock.errors import ScheduleError
+from penstock.ir.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F
+from penstock.ir.actions import UNSHARD
+from penstock.pipelining._schedule_actions import _get_profiler_function_name
+from penstock.pipelining._schedule_engine import (
+    Calls,
+    Line,
+    Maker,
+    Program,
+    custom,
+    ending,
+    receive_backward,
+    receive_forward,
+    reduction,
+    scaling,
+    send_backward,
+    send_forward,
+)
+from penstock.pipelining._schedule_rows import as_action, as_schedule
+from penstock.runtime.program import releases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from penstock.ir.actions import ComputationType
+    from penstock.pipelining._schedule_actions import _Action
+    from penstock.pipelining._schedule_engine import Custom, Operation, Step
+
+
+class Kept:
+    """A program, and what it was made from: it is made again when that has changed."""
+
+    def __init__(self) -> None:
+        self._made: dict[bool, tuple[Program, tuple[Any, ...]]] = {}
+
+    def program(
+        self,
+        rows: Mapping[int, Sequence[Any]],
+        rank: int,
+        stages: Sequence[Any],
+        customs: Mapping[ComputationType, Custom],
+        trains: bool,
+        make: Callable[[], Program],
+    ) -> Program:
+        """The program for these rows; ``make`` makes it.
+
+        The row of this rank is compared action by action, those of others by identity and length only.
+        """
+        others = [rows[each] for each in rows]
+        sharded = [isinstance(stage.submod, FSDPModule) for stage in stages]
+        facts = (rows[rank], list(stages), dict(customs), [*rows], sharded, [*map(id, others)], [*map(len, others)])
+        program, known = self._made.get(trains, (None, ()))
+        if program is None or facts != known[:-1]:
+            program = make()
+            # The rows are kept, so that none can come to have the identity of one that is gone.
+            self._made[trains] = program, (list(rows[rank]), *facts[1:], others)
+        return program
+
+
+def of_order(
+    rows: Mapping[int, Sequence[_Action]],
+    rank: int,
+    stages: Mapping[int, Any],
+    microbatches: int,
+    *,
+    calls: Calls,
+    trains: bool,
+    customs: Mapping[ComputationType, Custom] | None = None,
+    scales_after_backward: bool = False,
+) -> Program:
+    """The program of one rank.
+
+    Args:
+        rows: the lowered actions of every rank.
+        rank: whose program it is.
+        stages: its stages by index.
+        microbatches: how many there are.
+        calls: how stages are called.
+        trains: whether there are backwards: an evaluation leaves out what belongs to them.
+        customs: functions of the user, by the type of action that they stand for. With any, an evaluation leaves out
+            nothing: who knows what they wait for.
+        scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
+    """
+    customs = customs or {}
+    row = list(rows[rank]) if trains or customs else [part for action in rows[rank] for part in _forward_parts(action)]
+    maker = Maker(stages, microbatches, calls, trains=trains)
+    ended, left = _ended_sends(rows, rank, row, trains=trains)
+    lines: list[Line] = []
+    scaled: list[Any] = []
+    done: Counter[int] = Counter()
+    for place, action in enumerate(row):
+        kind, label = action.computation_type, _get_profiler_function_name(action)
+        if kind in customs:
+            lines.append(Line(custom(customs[kind], action), label, place))
+        else:
+            lines.append(Line(maker.operation(action, place), label, place))
+            scaled += [maker.stage(action)] if kind is REDUCE_GRAD else []
+        for leaf in action.leaves if scales_after_backward and trains else ():
+            if leaf.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT):
+                done[leaf.stage_index] += 1
+                if done[leaf.stage_index] == microbatches:
+                    lines.append(Line(scaling(stages[leaf.stage_index], microbatches), label, place))
+                    scaled.append(stages[leaf.stage_index])
+        if place in ended:
+            lines.append(Line(ending(ended[place]), label, place))
+    if left:
+        lines.append(Line(ending(left), None, len(row) - 1))
+    return Program(lines, scaled)
+
+
+_EVALUATED: Final = frozenset({FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD})
+
+
+def _forward_parts(action: _Action) -> Iterator[_Action]:
+    """What an evaluation needs of an action."""
+    for leaf in action.leaves:
+        if leaf.computation_type in _EVALUATED:
+            yield as_action(leaf)
+
+
+def _ended_sends(
+    rows: Mapping[int, Sequence[_Action]], rank: int, row: Sequence[_Action], *, trains: bool
+) -> tuple[dict[int, list[int]], list[int]]:
+    """After which places which sends have certainly ended, by their places in the row; and those that none tells of.
+
+    An order that is no whole schedule, which custom functions may well have, tells nothing; nor does an evaluation.
+    """
+    sends = [place for place, action in enumerate(row) if action.computation_type in (SEND_F, SEND_B)]
+    if not trains:
+        return {}, sends
+    try:
+        schedule = as_schedule(rows)
+        released, _ = releases(schedule, sorted(rows).index(rank))
+    except (ScheduleError, LookupError):
+        return {}, sends
+    places = {_tag(row[place], schedule.microbatches): place for place in sends}
+    ended = {place: [places[tag] for tag in tags if tag in places] for place, tags in released.items()}
+    told = {place for here in ended.values() for place in here}
+    return ended, [place for place in sends if place not in told]
+
+
+def _tag(send: _Action, microbatches: int) -> int:
+    """The number of a message, as ``releases`` counts them."""
+    key = send.stage_index * microbatches + (send.microbatch_index or 0)
+    return 2 * key if send.computation_type is SEND_F else 2 * (key - microbatches) + 1
+
+
+#: How many sends of a chain of stages are under way at most: enough for transfers to overlap with computation.
+_UNDER_WAY: Final = 2
+
+
+def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool) -> Program:
+    """All forwards, then all backwards; each receive is posted one microbatch ahead.
+
+    To wait for the send before the last is safe: in each half, messages go one way only.
+    """
+    maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains)
+    lines: list[Line] = []
+    halves = [("Forward", receive_forward, maker.forward, send_forward, "fwd", not stage.is_first)]
+    if trains:
+        halves.append(("Backward", receive_backward, maker.backward, send_backward, "bwd", not stage.is_last))
+    for name, receive, compute, send, way, receives in halves:
+        base = len(lines)
+        for number in range(microbatches):
+            label = f"{name} {number}"
+            posted = [0, 1] if number == 0 else [number + 1]
+            parts = [receive(stage, each, f"{way}_recv") for each in posted if receives and each < microbatches]
+            parts.append(compute(stage, number, receives=receives))
+            parts.append(send(stage, number, base + number, f"{way}_send"))
+            if number >= _UNDER_WAY:
+                parts.append(ending([base + number - _UNDER_WAY]))
+            lines += [Line(part, label, len(lines) + place) for place, part in enumerate(parts)]
+        last = range(max(0, microbatches - _UNDER_WAY), microbatches)
+        lines.append(Line(ending([base + number for number in last]), label, len(lines)))
+    if trains:
+        lines.append(Line(reduction(stage, microbatches), "reduce", len(lines)))
+    return Program(lines, [stage] if trains else [])
+
+
+def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool) -> Program:
+    """Fill, one backward and one forward by turns, drain. What goes to a neighbour goes with what comes from it.
+
+    Both wait for both then, so that sends are over when they are; and neither waits to send to the other.
+    """
+    maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains)
+    operations: list[Operation] = []
+    sent: list[int] = []
+
+    def send(make: Callable[..., Operation], number: int, told: str) -> None:
+        """Send, once the send before is over."""
+        if sent:
+            operations.append(ending([sent.pop()]))
+        sent.append(len(operations))
+        operations.append(make(stage, number, len(operations), told))
+
+    def backward(number: int) -> None:
+        operations.append(maker.backward(stage, number, receives=False))
+
+    def forward(number: int) -> None:
+        operations.append(maker.forward(stage, number, receives=False))
+
+    fill = min(microbatches, stages - stage.stage_index) if trains else microbatches
+    for number in range(fill):
+        operations.append(_meeting(stage, None, None, number, None, "fwd_recv"))
+        forward(number)
+        if number < fill - 1 or not trains:
+            send(send_forward, number, "fwd_send")
+    for number in range(microbatches - fill + 1 if trains else 0):
+        if sent:
+            operations.append(ending([sent.pop()]))
+        operations.append(_meeting(stage, number + fill - 1, None, None, number, "fwd_send_bwd_recv"))
+        backward(number)
+        if number + fill < microbatches:
+            operations.append(_meeting(stage, None, number, number + fill, None, "bwd_send_fwd_recv"))
+            forward(number + fill)
+    for number in range(microbatches - fill, microbatches) if trains else ():
+        if number > microbatches - fill:
+            operations.append(_meeting(stage, None, None, None, number, "bwd_recv"))
+            backward(number)
+        send(send_backward, number, "bwd_send")
+    if sent:
+        operations.append(ending(sent))
+    if trains:
+        operations.append(reduction(stage, microbatches))
+    return Program([Line(each, None, place) for place, each in enumerate(operations)], [stage] if trains else [])
+
+
+def _meeting(
+    stage: Any,
+    sent_forward: int | None,
+    sent_backward: int | None,
+    received_forward: int | None,
+    received_backward: int | None,
+    told: str,
+) -> Operation:
+    """Send and receive together, each if there is a microbatch for it, and wait for all of it."""
+
+    def meet(step: Step) -> None:
+        messages = []
+        if sent_forward is not None:
+            messages += stage.get_fwd_send_ops(sent_forward)
+        if sent_backward is not None:
+            messages += stage.get_bwd_send_ops(sent_backward)
+        if received_forward is not None:
+            messages += stage.get_fwd_recv_ops(received_forward)
+        if received_backward is not None:
+            messages += stage.get_bwd_recv_ops(received_backward)
+        if messages:
+            step.wait(step.post(messages, told))
+
+    return meet
