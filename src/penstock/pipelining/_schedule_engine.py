@@ -252,7 +252,7 @@ class Maker:
         """A whole backward; ``before`` is the stage before if it is on this rank."""
         index, arrive = stage.stage_index, self._arrival(stage)
         key, microbatches = (index, microbatch), self._microbatches
-        hand_over = before is not None and self._trains
+        hand_over = None if before is None else self._hand_over(stage, before, microbatch)
         whole = {"full_backward": True} if self._calls.tells_whole else {}
 
         def run_backward(step: Step) -> None:
@@ -267,14 +267,14 @@ class Maker:
             counter = step.counter
             counter[index] += 1
             stage.backward_one_chunk(microbatch, loss=loss, last_backward=counter[index] == microbatches, **whole)
-            if hand_over:
-                before.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+            if hand_over is not None:
+                hand_over()
 
         return run_backward
 
     def _backward_input(self, stage: Any, microbatch: int, before: Any, *, receives: bool) -> Operation:
         arrive, key = self._arrival(stage), (stage.stage_index, microbatch)
-        hand_over = before is not None and self._trains
+        hand_over = None if before is None else self._hand_over(stage, before, microbatch)
 
         def run_backward_input(step: Step) -> None:
             if arrive is not None:
@@ -286,8 +286,8 @@ class Maker:
                 step.wait(works)
             loss = step.schedule._maybe_get_loss(stage, microbatch)
             stage.backward_one_chunk(microbatch, loss=loss, full_backward=False, last_backward=False)
-            if hand_over:
-                before.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+            if hand_over is not None:
+                hand_over()
 
         return run_backward_input
 
@@ -302,6 +302,18 @@ class Maker:
             stage.backward_weight_one_chunk(microbatch, last_backward=counter[index] == microbatches)
 
         return run_backward_weight
+
+    def _hand_over(self, stage: Any, before: Any, microbatch: int) -> Callable[[], None]:
+        """Give the gradient of the input to the stage before, which is on this rank. An evaluation has made none."""
+
+        def hand_over() -> None:
+            before.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
+
+        def hand_over_if_made() -> None:
+            if microbatch in getattr(stage, "bwd_cache", (microbatch,)):
+                hand_over()
+
+        return hand_over if self._trains else hand_over_if_made
 
     def _arrival(self, stage: Any) -> Operation | None:
         """Wait until the parameters of a stage are there, if somebody else gathers them."""

@@ -70,11 +70,36 @@ def _one_row(actions: Sequence[_Action | None], run: Callable[[Schedule], Schedu
 def _add_send_recv(
     compute_actions: Mapping[int, Sequence[_Action | None]], stage_to_rank: Callable[[int], int], num_stages: int
 ) -> LoweredRows:
-    """Sends and receives for what goes to another rank, in an order that cannot deadlock."""
+    """Sends and receives for what goes to another rank, in an order that cannot deadlock.
+
+    The ranks take turns, one action a round; an idle step is a round without one.
+    """
     _check_providers(compute_actions, stage_to_rank, num_stages)
-    return as_lowered_rows(
-        with_transfers(as_schedule(compute_actions, stage_to_rank, num_stages)), sorted(compute_actions)
+    nowhere = 1 + max(
+        (
+            leaf.microbatch_index or 0
+            for row in compute_actions.values()
+            for action in row
+            if action
+            for leaf in action.leaves
+        ),
+        default=0,
     )
+    rows = {rank: _with_turns(row, nowhere) for rank, row in compute_actions.items()}
+    lowered = with_transfers(as_schedule(rows, stage_to_rank, num_stages))
+    return {
+        rank: [action for action in row if action.microbatch_index != nowhere]
+        for rank, row in as_lowered_rows(lowered, sorted(compute_actions)).items()
+    }
+
+
+def _with_turns(row: Sequence[_Action | None], microbatch: int) -> list[_Action]:
+    """Something that waits for nothing in place of every idle step: the W of a microbatch that there is not."""
+    stage = next((action.leaves[0].stage_index for action in row if action is not None), None)
+    if stage is None:
+        return []
+    idle = _Action(stage, BACKWARD_WEIGHT, microbatch)
+    return [action or idle for action in row]
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
@@ -109,9 +134,7 @@ def _check_providers(rows: Mapping[int, Sequence[_Action | None]], rank_of: Call
 _RECEIVE_OF = {kind: transfer.receive for transfer in TRANSFERS for kind in transfer.needed_by}
 
 
-def _defer_recv_ops(
-    actions: Mapping[int, Sequence[_Action]], stage_to_rank: Callable[[int], int]
-) -> LoweredRows:
+def _defer_recv_ops(actions: Mapping[int, Sequence[_Action]], stage_to_rank: Callable[[int], int]) -> LoweredRows:
     """Every receive as late as may be: right before what needs it, or before a send to the same, higher rank."""
     for rank, row in actions.items():
         pending: dict[tuple[object, ...], _Action] = {}
@@ -151,4 +174,5 @@ def compute_rows_with_transfers(
         **rank_of,
         **{leaf.stage_index: rank for rank, row in rows.items() for action in row if action for leaf in action.leaves},
     }
-    return _add_send_recv(rows, homes.__getitem__, stages)
+    busy = {rank: [action for action in row if action is not None] for rank, row in rows.items()}
+    return _add_send_recv(busy, homes.__getitem__, stages)

@@ -30,7 +30,9 @@ def _format_pipeline_order(
     Step 0: 0F0
     Step 1:        1F0
     """
-    rows = [["" if action is None else str(action) for action in pipeline_order[rank]] for rank in sorted(pipeline_order)]
+    rows = [
+        ["" if action is None else str(action) for action in pipeline_order[rank]] for rank in sorted(pipeline_order)
+    ]
     steps = max(map(len, rows), default=0)
     labels = [f"Step {step:0{len(str(steps - 1))}}" for step in range(steps)]
     names = [f"Rank {number}" for number in range(len(rows))]

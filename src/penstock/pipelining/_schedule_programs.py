@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ScheduleError
-from penstock.ir.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, RECV_F, REDUCE_GRAD, RESHARD, SEND_B, SEND_F
-from penstock.ir.actions import UNSHARD
+from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD, SEND_B, SEND_F
 from penstock.pipelining._schedule_actions import _get_profiler_function_name
 from penstock.pipelining._schedule_engine import (
     Calls,
@@ -25,11 +24,11 @@ from penstock.pipelining._schedule_engine import (
     send_backward,
     send_forward,
 )
-from penstock.pipelining._schedule_rows import as_action, as_schedule
+from penstock.pipelining._schedule_rows import as_schedule
 from penstock.runtime.program import releases
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_actions import _Action
@@ -85,13 +84,13 @@ def of_order(
         stages: its stages by index.
         microbatches: how many there are.
         calls: how stages are called.
-        trains: whether there are backwards: an evaluation leaves out what belongs to them.
-        customs: functions of the user, by the type of action that they stand for. With any, an evaluation leaves out
-            nothing: who knows what they wait for.
+        trains: whether there are backwards. An evaluation asks for them too, which stages without backward ignore, but
+            reduces and scales nothing.
+        customs: functions of the user, by the type of action that they stand for.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
     """
     customs = customs or {}
-    row = list(rows[rank]) if trains or customs else [part for action in rows[rank] for part in _forward_parts(action)]
+    row = list(rows[rank])
     maker = Maker(stages, microbatches, calls, trains=trains)
     ended, left = _ended_sends(rows, rank, row, trains=trains)
     lines: list[Line] = []
@@ -115,16 +114,6 @@ def of_order(
     if left:
         lines.append(Line(ending(left), None, len(row) - 1))
     return Program(lines, scaled)
-
-
-_EVALUATED: Final = frozenset({FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD})
-
-
-def _forward_parts(action: _Action) -> Iterator[_Action]:
-    """What an evaluation needs of an action."""
-    for leaf in action.leaves:
-        if leaf.computation_type in _EVALUATED:
-            yield as_action(leaf)
 
 
 def _ended_sends(
@@ -158,15 +147,17 @@ def _tag(send: _Action, microbatches: int) -> int:
 _UNDER_WAY: Final = 2
 
 
-def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool) -> Program:
+def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool, backwards: bool = True) -> Program:
     """All forwards, then all backwards; each receive is posted one microbatch ahead.
 
     To wait for the send before the last is safe: in each half, messages go one way only.
     """
     maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains)
     lines: list[Line] = []
-    halves = [("Forward", receive_forward, maker.forward, send_forward, "fwd", not stage.is_first)]
-    if trains:
+    halves: list[tuple[Any, ...]] = [
+        ("Forward", receive_forward, maker.forward, send_forward, "fwd", not stage.is_first)
+    ]
+    if backwards:
         halves.append(("Backward", receive_backward, maker.backward, send_backward, "bwd", not stage.is_last))
     for name, receive, compute, send, way, receives in halves:
         base = len(lines)
@@ -208,13 +199,13 @@ def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, 
     def forward(number: int) -> None:
         operations.append(maker.forward(stage, number, receives=False))
 
-    fill = min(microbatches, stages - stage.stage_index) if trains else microbatches
+    fill = min(microbatches, stages - stage.stage_index)
     for number in range(fill):
         operations.append(_meeting(stage, None, None, number, None, "fwd_recv"))
         forward(number)
-        if number < fill - 1 or not trains:
+        if number < fill - 1:
             send(send_forward, number, "fwd_send")
-    for number in range(microbatches - fill + 1 if trains else 0):
+    for number in range(microbatches - fill + 1):
         if sent:
             operations.append(ending([sent.pop()]))
         operations.append(_meeting(stage, number + fill - 1, None, None, number, "fwd_send_bwd_recv"))
@@ -222,7 +213,7 @@ def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, 
         if number + fill < microbatches:
             operations.append(_meeting(stage, None, number, number + fill, None, "bwd_send_fwd_recv"))
             forward(number + fill)
-    for number in range(microbatches - fill, microbatches) if trains else ():
+    for number in range(microbatches - fill, microbatches):
         if number > microbatches - fill:
             operations.append(_meeting(stage, None, None, None, number, "bwd_recv"))
             backward(number)

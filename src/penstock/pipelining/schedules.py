@@ -276,9 +276,7 @@ class _PipelineSchedule(ABC):
         passed: Any = None
         for stage in stages:
             given = args if stage.is_first else passed
-            passed = stage._prepare_forward_infra(
-                self._n_microbatches, given, kwargs, has_backward=self._has_backward
-            )
+            passed = stage._prepare_forward_infra(self._n_microbatches, given, kwargs, has_backward=self._has_backward)
 
     def _prepare_backwards(self, stages: list[Any], target: Any, loss_kwargs: Any) -> None:
         passed: Any = None
@@ -370,7 +368,9 @@ class _PipelineSchedule(ABC):
         """The microbatches of what ``step`` is given."""
         if any(name in kwargs for name in _SPLIT):
             if args or target is not None or not kwargs.keys() <= set(_SPLIT):
-                raise ValueError(f"{', '.join(_SPLIT)} are a whole batch: give no other arguments and no target= beside")
+                raise ValueError(
+                    f"{', '.join(_SPLIT)} are a whole batch: give no other arguments and no target= beside"
+                )
             return kwargs.get("arg_mbs"), kwargs.get("kwarg_mbs"), kwargs.get("target_mbs")
         arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
         if target is None:
@@ -554,7 +554,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
         calls = Calls(saves_outputs=False, computes_loss=False)
         self._run_program(
-            lambda _: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=False),
+            lambda _: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=False, backwards=False),
             arg_mbs,
             kwarg_mbs,
             target_mbs,
@@ -611,7 +611,9 @@ class Schedule1F1B(PipelineScheduleSingle):
             stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
         )
         if n_microbatches < self._num_stages:
-            raise ValueError(f"1F1B needs at least as many microbatches as stages: {n_microbatches} < {self._num_stages}")
+            raise ValueError(
+                f"1F1B needs at least as many microbatches as stages: {n_microbatches} < {self._num_stages}"
+            )
 
     def _step_microbatches(
         self,
@@ -720,9 +722,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _validate_and_set_stage_mapping(self, actions: Mapping[int, Any]) -> None:
         """Check an order, and place the stages as it does."""
-        self._place_stages(
-            _validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
-        )
+        self._place_stages(_validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches))
 
     def _dump_csv(self, filename: str) -> None:
         """Write the order to a file: a row per rank, an empty cell for an idle step."""
@@ -878,7 +878,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         """
         if computation_type not in _CUSTOM:
             known = ", ".join(kind.name for kind in _CUSTOM)
-            raise ValueError(f"{computation_type!r} cannot have a custom function; these can: {known}")
+            raise ValueError(
+                f"the computation type {computation_type} cannot have a custom function; these can: {known}"
+            )
         if computation_type in self._comp_type_to_function_map:
             logger.warning("%s has a custom function already, which is replaced", computation_type)
         self._comp_type_to_function_map[computation_type] = custom_function
@@ -1008,7 +1010,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _tell_failure(self, place: int) -> None:
         action = self.pipeline_order_with_comms[self.rank][place]
-        logger.error("rank %s: %s failed at step %s, action %s, of this order:", self.rank, type(self).__name__, place, action)
+        logger.error(
+            "rank %s: %s failed at step %s, action %s, of this order:", self.rank, type(self).__name__, place, action
+        )
         logger.error("%s", _format_pipeline_order(self.pipeline_order_with_comms, error_step_number=place))
 
 
