@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
+from penstock.runtime.heap import keep_freed_memory
 from penstock.runtime.products import PRODUCTS
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class SplitBackward:
 
     def __init__(self) -> None:
         self._cuts: list[_Cut] = []
+        keep_freed_memory()  # what I keeps for W is freed by W, and needed by the next I
 
     def input_backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
