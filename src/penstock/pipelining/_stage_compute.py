@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -120,14 +121,14 @@ class StageCompute(StageEdges):
             gradients, _ = self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
             if self.dw_builder:
                 self._run_or_keep(bwd_chunk_id, full_backward)
+            if self.is_last and not self.is_first:
+                _cut_off(outputs)
         else:
-            gradients = self._input_half(bwd_chunk_id, beginning, last_backward)
+            gradients = self._input_half(bwd_chunk_id, beginning, outputs, last_backward)
         if self._runtime_validate and not self.is_first:
             what = f"Stage {self.stage_index} backward output (input_grads)"
             self._validate_stage_tensors(what, self._stage_meta.input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
-        if self.is_last and not self.is_first:
-            _cut_off(outputs)
 
     def _output_gradients(self, microbatch: int) -> Gradients:
         gradients = self._retrieve_recv_grads(microbatch)
@@ -145,15 +146,19 @@ class StageCompute(StageEdges):
         else:
             self.dw_runner[microbatch] = runner
 
-    def _input_half(self, microbatch: int, beginning: dict[str, Any], last_backward: bool) -> Gradients:
-        inputs = beginning["input_values"]
+    def _input_half(
+        self, microbatch: int, beginning: dict[str, Any], outputs: tuple[Any, ...], last_backward: bool
+    ) -> Gradients:
+        self.dw_runner[microbatch] = _nothing
         if self.is_first:  # nobody waits for a gradient: all of it can wait
+            inputs = beginning["input_values"]
             self.backward_state[microbatch] = inputs, None, beginning["stage_output"], beginning["output_grads"]
-            self.dw_runner[microbatch] = _nothing
             return (None,) * len(inputs)
         gradients, left = self.backward_maybe_with_nosync("input", beginning, last_backward=last_backward)
-        self.backward_state[microbatch] = (), left, None, None
-        self.dw_runner[microbatch] = _nothing
+        # What lives on is cut off later: the second half may need what is in its graph.
+        living = (*outputs, beginning["stage_output"]) if self.is_last else ()
+        kept = [weakref.ref(one) for one in living if isinstance(one, torch.Tensor)]
+        self.backward_state[microbatch] = (), left, kept, None
         return gradients
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -173,9 +178,10 @@ class StageCompute(StageEdges):
         if left is None:
             beginning = {"stage_output": outputs, "output_grads": gradients, "input_values": inputs}
             self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
-        else:
-            rest = {"stage_output": outputs, "param_groups": left}
-            self.backward_maybe_with_nosync("weight", rest, last_backward=last_backward)
+            return
+        rest = {"stage_output": None, "param_groups": left}
+        self.backward_maybe_with_nosync("weight", rest, last_backward=last_backward)
+        _cut_off([one() for one in outputs or ()])
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -213,18 +219,17 @@ class StageCompute(StageEdges):
         return (_kept(inputs) if self.is_first else _taken(inputs)), None
 
     def _input_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, list[dict[str, Any]]]:
-        inputs, outputs = beginning["input_values"], beginning["stage_output"]
+        inputs = beginning["input_values"]
         wanted = [one for one in inputs if _needs_gradient(one)]
         if not self._parallel.divisible or not all(one.is_leaf for one in wanted):
             return self._full_backward(beginning)[0], [{_LEFT: _nothing}]
         self._watch_gradients()
         try:
-            roots, gradients = _roots(outputs, beginning["output_grads"], of_any_size=True)
+            roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size=True)
             found, left = self._halved(roots, gradients, wanted)
         except Exception as error:
             raise self._failure("backward input", beginning, error) from error
         self._own_gradients()
-        _cut_off(outputs if isinstance(outputs, tuple) else (outputs,))
         each = iter(found)
         return tuple([next(each) if _needs_gradient(one) else None for one in inputs]), [{_LEFT: left}]
 

@@ -61,6 +61,8 @@ class StageEdges(StageState):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that send the outputs of a microbatch."""
+        if fwd_chunk_id not in self.fwd_cache and self.is_last:
+            return []
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         metas = self._stage_meta.outputs
         layouts = self._output_layouts.of(metas) if metas is not None and len(metas) == len(outputs) else None
