@@ -78,7 +78,7 @@ class StageCompute(StageEdges):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; one that shares gradients with other replicas does not in this microbatch."""
         parallel = self._parallel
-        if parallel.keeps_outputs:
+        if parallel.is_loud:
             with parallel.silent():
                 return self.submod(*args, **kwargs)
         return self.submod(*args, **kwargs)

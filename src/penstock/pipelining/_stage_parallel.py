@@ -15,10 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from penstock.runtime.averaged import Averaged
+from penstock.runtime.data_parallel import adapter_for
 from penstock.runtime.sharded import Sharded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from penstock.runtime.data_parallel import DataParallel
 
 
 class Parallel(Protocol):
@@ -30,6 +33,8 @@ class Parallel(Protocol):
     divisible: bool
     #: Whether outputs are needed as tensors until the backward.
     keeps_outputs: bool
+    #: Whether a forward must be told that its gradients are not shared.
+    is_loud: bool
 
     def silent(self) -> AbstractContextManager[Any]:
         """Around a forward, and a run for its own sake."""
@@ -50,11 +55,13 @@ def parallel_of(module: Any) -> Parallel:
         return Replicated(module)
     if isinstance(module, FSDPModule):
         return FullySharded(torch.nn.Module.modules(module))  # type: ignore[arg-type]
-    if isinstance(module, torch.nn.Module):
-        sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        if sharded:
-            return PartlySharded(sharded)
-    return NotShared()
+    if not isinstance(module, torch.nn.Module):
+        return NotShared()
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    if sharded:
+        return PartlySharded(sharded)
+    adapter = adapter_for(module)
+    return NotShared() if adapter is None else PartlyReplicated(adapter)
 
 
 class NotShared:
@@ -63,6 +70,7 @@ class NotShared:
     is_alone = True
     divisible = True
     keeps_outputs = False
+    is_loud = False
 
     def silent(self) -> AbstractContextManager[Any]:
         """Nothing is to be silenced."""
@@ -85,6 +93,7 @@ class Replicated:
     is_alone = False
     divisible = True
     keeps_outputs = True
+    is_loud = True
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
@@ -123,6 +132,7 @@ class FullySharded:
     is_alone = False
     divisible = True
     keeps_outputs = False
+    is_loud = False
 
     def __init__(self, parts: Iterable[torch.nn.Module]) -> None:
         self._modules: list[FSDPModule] = [part for part in parts if isinstance(part, FSDPModule)]
@@ -171,6 +181,37 @@ class PartlySharded(NotShared):
         """Release the parameters."""
         for module in self._modules:
             module.reshard()
+
+
+class PartlyReplicated(NotShared):
+    """Parts of the stage are ``DistributedDataParallel``, or it is the composable ``replicate`` around it.
+
+    Averages are made here, after the last backward of a step.
+    """
+
+    is_alone = False
+    is_loud = True
+
+    def __init__(self, adapter: DataParallel) -> None:
+        self._adapter = adapter
+
+    def silent(self) -> AbstractContextManager[Any]:
+        """Share nothing, from the first forward of a step on."""
+        self._adapter.begin()
+        return nullcontext()
+
+    def backward(self, kind: str, run: Callable[[], Any], outputs: Any, last: bool) -> Any:  # noqa: ARG002
+        """Run it; average gradients if it is the last."""
+        result = run()
+        if last and kind != "input":
+            self._adapter.reduce()
+            self._adapter.finish()
+            self._adapter.end()
+        return result
+
+    def after_dry_run(self) -> None:
+        """Share again."""
+        self._adapter.end()
 
 
 class _InStage(Sharded):
