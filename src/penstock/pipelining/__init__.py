@@ -3,11 +3,50 @@
 ::
 
     from penstock.pipelining import PipelineStage, ScheduleGPipe
+
+Modules have the paths that they have there, so ``penstock.pipelining.schedules`` is in place of
+``torch.distributed.pipelining.schedules``. Nothing of torch's package is loaded.
 """
 
 from __future__ import annotations
 
 try:
-    import torch  # noqa: F401
+    import torch
 except ImportError as error:
     raise ImportError("penstock.pipelining needs torch: pip install 'penstock[torch]'") from error
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+    raise ImportError(
+        f"penstock.pipelining needs torch 2.13 or later, and this is torch {torch.__version__}: "
+        "pip install 'torch>=2.13', or stay with torch.distributed.pipelining"
+    )
+
+from penstock.pipelining._IR import Pipe, SplitPoint, pipe_split, pipeline
+from penstock.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _ScheduleForwardOnly,
+)
+from penstock.pipelining.stage import PipelineStage, build_stage
+
+__all__ = [
+    "Pipe",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "_ScheduleForwardOnly",
+    "build_stage",
+    "pipe_split",
+    "pipeline",
+]
