@@ -12,7 +12,7 @@ from penstock.pipelining.schedules import PipelineScheduleMulti, ScheduleInterle
 
 SINGLE = ["GPipe", "1F1B"]
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-SIZES = [(ranks, microbatches) for ranks in (2, 3, 4) for microbatches in (4, 8, 12)]
+SIZES = [(2, 4), (3, 8), (4, 8)]
 
 
 def rows(module, *args, **settings):
@@ -39,7 +39,7 @@ def test_rows_are_those_of_torch(name, stages):
 @pytest.mark.parametrize("name", MULTI)
 @pytest.mark.parametrize("deferred", [False, True])
 def test_rows_with_communication_are_those_of_torch(name, deferred):
-    for ranks, microbatches in SIZES[:4]:
+    for ranks, microbatches in SIZES[:2]:
         settings = {"with_comms": True, "defer_pp_recv": deferred}
         found = rows(ours, name, ranks, microbatches, **settings)
         assert same(found, rows(upstream, name, ranks, microbatches, **settings))

@@ -30,8 +30,8 @@ from penstock.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _ScheduleForwardOnly,
 )
+from penstock.pipelining.schedules import _ScheduleForwardOnly as _ScheduleForwardOnly  # found here, but not public
 from penstock.pipelining.stage import PipelineStage, build_stage
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
-    "_ScheduleForwardOnly",
     "build_stage",
     "pipe_split",
     "pipeline",

@@ -1,0 +1,226 @@
+"""Every name that torch 2.13's package defines is here, and is called the same way.
+
+What differs on purpose is listed below, with a reason; what is listed and does not differ is an error, too.
+"""
+
+import ast
+import enum
+import importlib
+import inspect
+import pkgutil
+from types import ModuleType
+
+import pytest
+import torch.distributed.pipelining as upstream
+
+import penstock.pipelining as ours
+from penstock.pipelining._IR import Pipe, TracingNotYetError
+
+TRACING = "part of tracing a model, which is not done yet"
+NO_PIPE = "a method of a traced model, of which there is none yet"
+
+DIFFERENT = {
+    "_unflatten": TRACING,
+    **dict.fromkeys(
+        [
+            "_IR.DetachExecutor",
+            "_IR._LinearNodeList",
+            "_IR._NodeReference",
+            "_IR._direct_serialization_deserialize",
+            "_IR._direct_serialization_reduce",
+            "_IR._find_loss_from_output_and_spec",
+            "_IR._find_loss_output",
+            "_IR._insert_stage_symbolic_backward",
+            "_IR._modify_graph_op_device",
+            "_IR._move_placeholders_to_front",
+            "_IR._pipe_split",
+            "_IR._split_after_forward",
+            "_IR._split_before_forward",
+            "_IR.aten_pipe_split_alias",
+        ],
+        TRACING,
+    ),
+    **dict.fromkeys(
+        [
+            "_IR.Pipe._from_traced",
+            "_IR.Pipe._number_and_count_forward_stages",
+            "_IR.Pipe.build_stage",
+            "_IR.Pipe.forward",
+            "_IR.Pipe.get_stage_module",
+            "_IR.Pipe.info",
+            "_IR.Pipe.print_readable",
+        ],
+        NO_PIPE,
+    ),
+}
+
+
+#: What ours does not use there, so that nothing would come of replacing it there either.
+ELSEWHERE = {
+    "_IR": ["PipeInfo", "_PipelineStage", "_null_coalesce_accumulate", "_outline_submodules", "stage_backward"],
+    "_schedule_visualizer": ["PipelineStage", "_Action"],
+    "stage": [
+        "PipeInfo",
+        "_DTensorMeta",
+        "_StageBackwardMeta",
+        "_StageForwardMeta",
+        "_TensorMeta",
+        "_autograd_grad_for_inputs",
+        "_make_tensor_from_meta",
+        "extract_tensor_meta",
+        "flatten_args",
+        "map_debug_info",
+        "stage_backward",
+        "stage_backward_input",
+        "stage_backward_weight",
+        "to_local_if_dtensor",
+        "validate_tensors_metadata",
+    ],
+}
+
+
+def modules() -> list[str]:
+    return ["", *sorted(module.name for module in pkgutil.iter_modules(upstream.__path__))]
+
+
+def module_of(package: ModuleType, name: str) -> ModuleType:
+    return importlib.import_module(f"{package.__name__}.{name}" if name else package.__name__)
+
+
+def targets(statement: ast.stmt) -> list[str]:
+    """The names that a statement at the top of a module, or of a class, gives a meaning to."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return [statement.name]
+    if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
+    if isinstance(statement, ast.Assign):
+        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def defined(module: ModuleType) -> dict[str, ast.stmt]:
+    """What a module defines, rather than imports."""
+    body = ast.parse(inspect.getsource(module)).body
+    return {name: statement for statement in body for name in targets(statement) if name != "__all__"}
+
+
+def parameters(thing: object) -> list[tuple[str, str, str]] | None:
+    """How something is called: names, kinds and defaults. None for what says nothing of it."""
+    try:
+        found = inspect.signature(thing)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return [(each.name, each.kind.name, repr(each.default)) for each in found.parameters.values()]
+
+
+def kind(thing: object) -> str:
+    """A method, a static one, a class method, a property or an attribute."""
+    for wrapper in (staticmethod, classmethod, property):
+        if isinstance(thing, wrapper):
+            return wrapper.__name__
+    return "function" if callable(thing) else "attribute"
+
+
+def bare(thing: object) -> object:
+    if isinstance(thing, property):
+        return thing.fget
+    return getattr(thing, "__func__", thing)
+
+
+def members(statement: ast.ClassDef) -> list[str]:
+    return [name for inner in statement.body for name in targets(inner) if name not in ("__slots__", "__init__")]
+
+
+def class_differences(name: str, statement: ast.ClassDef, theirs: type, mine: type) -> list[str]:
+    if issubclass(theirs, enum.Enum):
+        values = [{one.name: one.value for one in each} for each in (theirs, mine)]
+        if values[0] != values[1]:
+            return [name]
+    found = []
+    for member in members(statement):
+        one = inspect.getattr_static(theirs, member)
+        other = inspect.getattr_static(mine, member, None)
+        if isinstance(theirs, enum.EnumMeta) and isinstance(one, theirs):
+            continue
+        if kind(one) == "attribute" or member.startswith("__"):
+            if not hasattr(mine, member):
+                found.append(f"{name}.{member}")
+        elif kind(one) != kind(other) or parameters(bare(one)) != parameters(bare(other)):
+            found.append(f"{name}.{member}")
+    return found
+
+
+def differences(module: str) -> list[str]:
+    """The dotted names of what is not here, or not the same."""
+    try:
+        mine = module_of(ours, module)
+    except ModuleNotFoundError:
+        return [module]
+    theirs = module_of(upstream, module)
+    found = []
+    for name, statement in defined(theirs).items():
+        dotted = f"{module}.{name}" if module else name
+        if not hasattr(mine, name):
+            found.append(dotted)
+            continue
+        one, other = getattr(theirs, name), getattr(mine, name)
+        if callable(one) and parameters(one) != parameters(other):
+            found.append(dotted)
+        if isinstance(statement, ast.ClassDef):
+            found += class_differences(dotted, statement, one, other)
+    return found
+
+
+@pytest.mark.parametrize("module", modules())
+def test_names_and_signatures_are_those_of_torch(module):
+    expected = [name for name in DIFFERENT if name.partition(".")[0] == module]
+    assert sorted(differences(module)) == sorted(expected)
+    assert all(DIFFERENT[name] for name in expected)
+
+
+def test_the_package_says_the_same_names():
+    assert sorted(ours.__all__) == sorted(upstream.__all__)
+    assert all(hasattr(ours, name) for name in ours.__all__)
+    assert ours._ScheduleForwardOnly is ours.schedules._ScheduleForwardOnly
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - set(DIFFERENT)))
+def test_names_are_found_where_torch_imports_them_too(module):
+    """A trainer may import a name from where it is used rather than from where it is defined."""
+    theirs, mine = module_of(upstream, module), module_of(ours, module)
+    inner = [
+        name for name, value in vars(theirs).items() if getattr(value, "__module__", "").startswith(upstream.__name__)
+    ]
+    missing = {name for name in inner if not hasattr(mine, name)} - set(defined(theirs))
+    assert sorted(missing) == sorted(ELSEWHERE.get(module, ()))
+
+
+def test_tracing_says_what_to_use_instead():
+    from torch.nn import Linear
+
+    for call in (
+        lambda: ours.pipeline(Linear(2, 2), (None,)),
+        lambda: ours.pipeline(Linear(2, 2), (None,), split_spec={"a": ours.SplitPoint.END}),
+        lambda: Pipe(None, 1, False, None),
+        lambda: Pipe.from_tracing(Linear(2, 2), ()),
+        lambda: ours._IR.annotate_split_points(Linear(2, 2), {}),
+    ):
+        with pytest.raises(NotImplementedError, match="PipelineStage") as raised:
+            call()
+        assert isinstance(raised.value, TracingNotYetError)
+    with pytest.raises(ValueError, match="split_policy"):
+        ours.pipeline(Linear(2, 2), (), split_spec={}, split_policy=lambda graph: graph)
+
+
+def test_models_with_marks_run_as_they_are():
+    import torch
+
+    sequential = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    marked = ours._IR.PipeSequential.from_sequential(sequential)
+    x = torch.ones(1, 2)
+    assert ours.pipe_split() is None
+    assert torch.equal(marked(x), sequential(x))
+    loss = ours._IR.TrivialLossWrapper(marked, torch.nn.functional.mse_loss)
+    assert torch.equal(loss(x, x), torch.nn.functional.mse_loss(sequential(x), x))
+    with pytest.raises(NotImplementedError):
+        ours._IR.LossWrapper(marked, None)(x)
