@@ -689,17 +689,29 @@ def test_hooks_stay_when_a_backward_fails() -> None:
     assert len(seen) == 1
 
 
-def test_a_tensor_that_was_changed_is_told() -> None:
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda self, h: h @ self.w,
+        lambda self, h: self.w @ h,
+        lambda self, h: torch.addmm(self.b, h, self.w),
+        lambda self, h: torch.addmm(self.b, self.w, h),
+        lambda self, h: torch.bmm(h.view(1, 4, 4), self.w.view(1, 4, 4)),
+        lambda self, h: torch.conv1d(h.view(1, 4, 4), self.w.view(4, 4, 1)),
+    ],
+)
+def test_a_tensor_that_was_changed_is_told(product: Any) -> None:
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
         h = x * 2
-        y = h @ self.w
+        y = product(self, h)
         h.add_(1)
         return y
 
-    module = Calling(run, w=(4, 4))
-    for half in (lambda: first_half(SplitBackward(), module, [x_of(4, 4)]), lambda: whole(module, [x_of(4, 4)])):
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            half()
+    module, split = Calling(run, w=(4, 4), b=(4,)), SplitBackward()
+    for half in (lambda: first_half(split, module, [x_of(4, 4)]), lambda: whole(module, [x_of(4, 4)])):
+        for _ in range(2):  # also when the form of the graph is known
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                half()
 
 
 # Graphs that differ from microbatch to microbatch.

@@ -15,7 +15,7 @@ Reductions run beside whatever comes next in the schedule. Gradients are complet
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +26,7 @@ from penstock.runtime.averaged import Averaged
 from penstock.runtime.sharded import Sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
     import torch
 
@@ -81,8 +81,7 @@ def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParall
     return None
 
 
-@contextmanager
-def in_step(stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()) -> Iterator[None]:
+def in_step(stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()) -> AbstractContextManager[None]:
     """Around a step: nothing is shared too early, and with `reduce` all gradients are when it ends.
 
     Args:
@@ -91,6 +90,11 @@ def in_step(stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] 
         elsewhere: the stages whose gradients are left to someone else: to a user's function for REDUCE_GRAD.
     """
     shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
+    return _sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
+
+
+@contextmanager
+def _sharing(shared: Sequence[tuple[int, DataParallel]], *, reduce: bool, elsewhere: Container[int]) -> Iterator[None]:
     adapters = [adapter for _, adapter in shared]
     try:
         for adapter in adapters:

@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 def tensors_in(values: tuple[Any, ...] | dict[str, Any]) -> list[torch.Tensor]:
     """The tensors in the arguments of a call, quickly where they are not nested."""
-    given = values.values() if isinstance(values, dict) else values
-    if all(isinstance(value, torch.Tensor) for value in given):
-        return list(given)
+    given = list(values.values() if isinstance(values, dict) else values)
+    for value in given:
+        if not isinstance(value, torch.Tensor):
+            break
+    else:
+        return given
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
@@ -47,9 +50,10 @@ class Detached:
             )
 
     def _cut(self, values: Any) -> Any:
-        if not any(tensor.requires_grad for tensor in tensors_in(values)):
-            return values
-        return pytree.tree_map_only(torch.Tensor, self._leaf, values)
+        for tensor in tensors_in(values):
+            if tensor.requires_grad:
+                return pytree.tree_map_only(torch.Tensor, self._leaf, values)
+        return values
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:

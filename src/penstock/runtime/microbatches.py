@@ -52,6 +52,9 @@ def split_call(
     >>> split_call((torch.arange(4),), {"scale": 2}, None, 2)
     ([(tensor([0, 1]),), (tensor([2, 3]),)], [{'scale': 2}, {'scale': 2}], [None, None])
     """
+    given = args or kwargs or args_spec or kwargs_spec or target_spec
+    if microbatches > 0 and not given and target is None:
+        return [()] * microbatches, [{} for _ in range(microbatches)], [None] * microbatches
     trees = [
         _Tree.of("args", args, args_spec),
         _Tree.of("kwargs", kwargs or {}, kwargs_spec),
@@ -181,13 +184,18 @@ def flattened(value: Any) -> tuple[list[Any], Any]:
     Torch's own function leaves objects behind that only the garbage collector can free; a step should leave none, so it
     is asked only where something is nested.
     """
-    if pytree.tree_is_leaf(value, is_leaf=_is_leaf):
+    if _is_single(value):
         return [value], _flat_structure(None)
     if type(value) in (tuple, dict):
         children = list(value.values() if type(value) is dict else value)
-        if all(pytree.tree_is_leaf(child, is_leaf=_is_leaf) for child in children):
+        if all(map(_is_single, children)):
             return children, _flat_structure(tuple(value) if type(value) is dict else len(value))
     return pytree.tree_flatten(value, is_leaf=_is_leaf)
+
+
+def _is_single(value: Any) -> bool:
+    """Whether a value is a leaf; quickly for what most of them are."""
+    return type(value) is torch.Tensor or pytree.tree_is_leaf(value, is_leaf=_is_leaf)
 
 
 @lru_cache(maxsize=256)

@@ -28,10 +28,10 @@ def _bmm(node: Any, wanted: list[int]) -> Product | None:
 
 def _of_two(node: Any, wanted: list[int], turned: bool) -> Product | None:
     if wanted == [1]:
-        left = None if node._raw_saved_self.unpack_hook else _operand(node._saved_self)
+        left = _operand(node._raw_saved_self)
         return None if left is None else _right(left, turned)
     if wanted == [0]:
-        right = None if node._raw_saved_mat2.unpack_hook else _operand(node._saved_mat2)
+        right = _operand(node._raw_saved_mat2)
         return None if right is None else _left(right)
     return None
 
@@ -41,12 +41,12 @@ def _addmm(node: Any, wanted: list[int]) -> Product | None:
     if node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     if wanted == [0, 2] or wanted == [2]:
-        left = None if node._raw_saved_mat1.unpack_hook else _operand(node._saved_mat1)
+        left = _operand(node._raw_saved_mat1)
         if left is None:
             return None
         return _right(left, _is_turned(node)) if wanted == [2] else _right_and_bias(left, _is_turned(node))
     if wanted == [1]:
-        right = None if node._raw_saved_mat2.unpack_hook else _operand(node._saved_mat2)
+        right = _operand(node._raw_saved_mat2)
         return None if right is None else _left(right)
     return None
 
@@ -69,11 +69,18 @@ def _convolution(node: Any, wanted: list[int]) -> Product | None:
     return product
 
 
-def _operand(saved: torch.Tensor) -> torch.Tensor | None:
-    """What the gradient of a product is multiplied by; None if it is sparse, which has rules of its own."""
-    if saved.layout is not torch.strided:
+def _operand(saved: Any) -> torch.Tensor | None:
+    """What the gradient of a product is multiplied by.
+
+    None if it is to be had by a hook only, which the node has to call; or if it is sparse, which has rules of its own.
+    Whether it has been changed since it was saved is not asked here: the engine asks when it comes by the node.
+    """
+    if saved.unpack_hook:
         return None
-    return saved.detach().conj() if saved.is_complex() else saved.detach()
+    operand: torch.Tensor = saved.data
+    if operand.layout is not torch.strided:
+        return None
+    return operand.detach().conj() if operand.is_complex() else operand.detach()
 
 
 def _is_turned(node: Any) -> bool:

@@ -37,13 +37,12 @@ def kinds_of(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[Kin
     (0, 0, 1)
     """
     seen: dict[Any, int] = {}
-    signatures = (_signature(one) + _signature(other) for one, other in zip(args, kwargs, strict=True))
-    kinds = tuple(seen.setdefault(signature, len(seen)) for signature in signatures)
-    return kinds, tuple(seen)
+    signatures = [_signature(one) + _signature(other) for one, other in zip(args, kwargs, strict=True)]
+    return tuple([seen.setdefault(signature, len(seen)) for signature in signatures]), tuple(seen)
 
 
 def _signature(values: tuple[Any, ...] | dict[str, Any]) -> tuple[Any, ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(values))
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors_in(values)]) if values else ()
 
 
 def inferred(
