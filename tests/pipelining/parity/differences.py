@@ -1,0 +1,84 @@
+"""Where torch's package is wrong or hangs, and ours is compared with the unsplit model alone.
+
+docs/drop-in.md tells the same to users.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipelining.parity.setting import IN_A_V, SPLITTING, TRAINING, Case
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Scenarios by name, with these schedules; ``static`` if it is about one of both modes."""
+
+    scenarios: tuple[str, ...]
+    schedules: tuple[str, ...]
+    why: str
+    static: bool | None = None
+    least_ranks: int = 1
+
+    def covers(self, case: Case) -> bool:
+        return (
+            case.scenario in self.scenarios
+            and case.schedule in self.schedules
+            and self.static in (None, case.static)
+            and case.ranks >= self.least_ranks
+        )
+
+
+DIFFERENCES = [
+    Difference(
+        ("scaled_gradients_add_up",),
+        TRAINING,
+        "torch divides .grad by the number of microbatches after every step, also what earlier steps have left there",
+    ),
+    Difference(
+        ("uneven_microbatches",),
+        TRAINING,
+        "torch receives every microbatch into a buffer of the size of the first",
+    ),
+    Difference(
+        ("microbatches_already_split",),
+        TRAINING,
+        "torch 2.13 has no arg_mbs, kwarg_mbs and target_mbs; later versions have",
+    ),
+    Difference(
+        ("buffers",),
+        TRAINING,
+        "torch infers shapes by a forward that counts: running statistics see the first microbatch twice",
+        static=False,
+    ),
+    Difference(
+        ("without_loss", "eval_then_train", "train_then_eval", "without_gradients"),
+        IN_A_V,
+        "torch's schedules in a V cannot go forward only: the hand-over of gradients on one rank raises",
+    ),
+    Difference(
+        ("two_tensors",),
+        SPLITTING,
+        "torch detaches outputs in place in I; a later backward that has saved one raises",
+    ),
+    Difference(
+        ("frozen_stages",),
+        SPLITTING,
+        "torch's I and W give no weight gradients to a stage whose input needs none, unless it is stage 0",
+    ),
+    Difference(
+        ("deferred_receives",),
+        ("InterleavedZeroBubble", "ZBVZeroBubble"),
+        "torch's deferred receives may be in another order than the sends: they get each other's data, or hang",
+    ),
+    Difference(
+        ("zoo_v_shaped", "zoo_unbalanced"),
+        ("GPipe",),
+        "torch's PipelineScheduleMulti sends to the own rank, which gloo does not do",
+    ),
+]
+
+
+def difference(case: Case) -> str | None:
+    """Why torch's is not asked, if so."""
+    return next((each.why for each in DIFFERENCES if each.covers(case)), None)
