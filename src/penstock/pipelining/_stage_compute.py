@@ -154,9 +154,11 @@ class StageCompute(StageEdges):
             inputs = beginning["input_values"]
             self.backward_state[microbatch] = inputs, None, beginning["stage_output"], beginning["output_grads"]
             return (None,) * len(inputs)
+        if self.is_last:
+            beginning["stage_output"] = (beginning["stage_output"],)
         gradients, left = self.backward_maybe_with_nosync("input", beginning, last_backward=last_backward)
         # What lives on is cut off later: the second half may need what is in its graph.
-        living = (*outputs, beginning["stage_output"]) if self.is_last else ()
+        living = (*outputs, *beginning["stage_output"]) if self.is_last else ()
         kept = [weakref.ref(one) for one in living if isinstance(one, torch.Tensor)]
         self.backward_state[microbatch] = (), left, kept, None
         return gradients
@@ -332,8 +334,11 @@ def _roots(outputs: Any, gradients: Any, *, of_any_size: bool) -> tuple[list[Any
                 raise RuntimeError(f"the loss must be one number, not a tensor of shape {tuple(outputs.shape)}")
             gradients = torch.ones_like(outputs)
         return [outputs], [gradients]
+    outputs = outputs or ()
+    if gradients is None:
+        gradients = [torch.ones_like(one) if _needs_gradient(one) else None for one in outputs if of_any_size]
     roots, known = [], []
-    for output, gradient in zip(outputs or (), gradients or (), strict=True):
+    for output, gradient in zip(outputs, gradients, strict=bool(gradients)):
         if gradient is not None and (isinstance(output, GradientEdge) or _needs_gradient(output)):
             roots.append(output)
             known.append(gradient)

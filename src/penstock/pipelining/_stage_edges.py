@@ -38,12 +38,15 @@ class StageEdges(StageState):
         """An operation for everything that comes from another stage."""
         ops = []
         for info in recv_infos:
-            buffer = info.buffer
-            if info.is_root_arg or (buffer is None and info.tensor_meta is None):
+            if info.is_root_arg:
                 continue
-            if buffer is None:
-                buffer = info.allocate(self.device)
-            ops.append(self._operation(dist.irecv, wire(buffer), info.source))
+            if info.buffer is not None:
+                memory = wire(info.buffer)
+            elif info.tensor_meta is not None:
+                memory = info.allocate(self.device)
+            else:
+                continue
+            ops.append(self._operation(dist.irecv, memory, info.source))
         return ops
 
     def _operation(self, op: Any, tensor: torch.Tensor, stage: Any) -> dist.P2POp:
@@ -69,20 +72,20 @@ class StageEdges(StageState):
         ops = []
         for index, output in enumerate(outputs):
             for stage in self.act_send_info[index]:
-                if stage is not None:
-                    tensor = self._sendable(output, layouts[index] if layouts else None, index, fwd_chunk_id)
-                    ops.append(self._operation(dist.isend, tensor, stage))
+                if stage is None:
+                    continue
+                # It has no history, or the operation would keep all of it.
+                tensor = to_local_if_dtensor(output, detach=True)
+                layout = layouts[index] if layouts else None
+                if layout is None:
+                    tensor = tensor.contiguous()
+                elif not layout.fits(tensor):
+                    what = f"stage {self.stage_index} microbatch {fwd_chunk_id} output {index}"
+                    tensor = layout.arranged(tensor, what)
+                ops.append(self._operation(dist.isend, tensor, stage))
         if ops:
             self._give_up_outputs(fwd_chunk_id, outputs, inputs)
         return ops
-
-    def _sendable(self, output: torch.Tensor, layout: Layout | None, index: int, microbatch: int) -> torch.Tensor:
-        """What goes over the wire. It has no history, or the operation would keep all of it."""
-        tensor = to_local_if_dtensor(output, detach=True)
-        if layout is None:
-            return tensor.contiguous()
-        what = "stage {} microbatch {} output {}"
-        return layout.arranged(tensor, what, self.stage_index, microbatch, index)
 
     def _give_up_outputs(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
         """Keep of outputs that are on their way only where the backward begins, so that their memory can be freed."""
@@ -128,8 +131,10 @@ class StageEdges(StageState):
             )
         if gradient is None:
             return wire(layout.empty(self.device).zero_())
-        what = "stage {} microbatch {} gradient of input {}"
-        return layout.arranged(to_local_if_dtensor(gradient), what, self.stage_index, microbatch, index)
+        gradient = to_local_if_dtensor(gradient)
+        if layout.fits(gradient):
+            return gradient
+        return layout.arranged(gradient, f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}")
 
     def _gradient_layout(self, index: int) -> Layout | None:
         metas = self._stage_meta.input_grads
@@ -291,6 +296,5 @@ def _beginning(output: Any) -> Any:
 
 def _zero(info: _RecvInfo, device: torch.device) -> None:
     if info.buffer is None:
-        info.allocate(device).zero_()
-    else:
-        info.buffer.zero_()
+        info.allocate(device)
+    info.buffer.zero_()  # type: ignore[union-attr]

@@ -63,13 +63,14 @@ class _RecvInfo:
         return f"_RecvInfo(input={self.input_name}, source={self.source}, shape={shape}, meta={kind})"
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """A new buffer, which is given up when it is taken."""
+        """A new buffer, which is given up when it is taken; returns its memory, as it is received."""
         if self._layout is None:
             assert self.tensor_meta is not None
             self._layout = Layout.of(self.tensor_meta)
-        self.buffer = buffer = self._layout.empty(device)
+        shape, stride, dtype, is_contiguous = self._layout
+        self.buffer = buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         self._for_one_use = True
-        return buffer
+        return buffer if is_contiguous else wire(buffer)
 
     def put(self, tensor: torch.Tensor) -> None:
         """A tensor in place of a received one."""
@@ -96,29 +97,37 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_contiguous: bool
 
     @classmethod
     def of(cls, meta: TensorMeta) -> Layout:
         """The layout of what is described; of a distributed tensor, of the part that is here."""
         described = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-        return cls(meta.shape, torch.empty_like(described).stride(), meta.dtype)
+        dense = torch.empty_like(described)
+        return cls(meta.shape, dense.stride(), meta.dtype, dense.is_contiguous())
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor to receive into."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def arranged(self, tensor: torch.Tensor, what: str, *where: object) -> torch.Tensor:
-        """The memory of a tensor in this layout, as it is sent.
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor can be sent as it is."""
+        shape, _, dtype, is_contiguous = self
+        return (
+            is_contiguous
+            and tensor.is_contiguous()
+            and tensor.shape == shape
+            and tensor.dtype is dtype
+            and not tensor.is_neg()
+            and not (dtype.is_complex and tensor.is_conj())
+        )
 
-        Args:
-            tensor: without history.
-            what: names the tensor if it is not as described, with the rest of the arguments put in.
-            where: the rest.
-        """
+    def arranged(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The memory of a tensor in this layout, as it is sent; an error that says what if it is not as described."""
         if tensor.shape != self.shape or tensor.dtype is not self.dtype:
             differs = "shape" if tensor.shape != self.shape else "dtype"
             raise PipeliningMetadataError(
-                f"{what.format(*where)}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)}"
+                f"{what}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)}"
             )
         if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
             tensor = self.empty(tensor.device).copy_(tensor)

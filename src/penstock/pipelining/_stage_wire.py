@@ -36,7 +36,7 @@ def to_tensors(message: Any) -> list[torch.Tensor]:
 
     >>> meta = _TensorMeta.from_tensor(torch.ones(2, 3))
     >>> tensors = to_tensors(_StageForwardMeta((meta,)))
-    >>> from_tensors(tensors[0].copy_) == _StageForwardMeta((meta,))
+    >>> from_tensors(lambda tensor: tensor.copy_(tensors[0])) == _StageForwardMeta((meta,))
     True
     """
     if isinstance(message, _StageForwardMeta):

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist  # noqa: TC002 - a test of a program that has stages may patch what is in it
@@ -45,6 +46,8 @@ __all__ = [
     "_normalize_model_output_as_tuple",
     "build_stage",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 class PipelineStage(StageInference):
@@ -116,7 +119,7 @@ class PipelineStage(StageInference):
                 f"stage {self.stage_index}: stages have not voted yet on whether to infer (_inference_mode is None)"
             )
         told = None
-        if self._inference_mode is InferenceMode.STATIC:
+        if self._inference_mode.value == InferenceMode.STATIC.value:
             examples = self._user_meta
             trained = has_backward and not self.is_first
             self._stage_meta.inputs = with_gradients(examples.inputs) if trained else examples.inputs
@@ -138,7 +141,8 @@ class PipelineStage(StageInference):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> _StageBackwardMeta | None:
         told = None
-        if self._inference_mode is InferenceMode.DYNAMIC:
+        # By value: a schedule may have the mode from elsewhere.
+        if self._inference_mode is not None and self._inference_mode.value == InferenceMode.DYNAMIC.value:
             told = self._backward_metadata_inference(loss_fn, target, received_grad_meta, loss_kwargs)
             self._validate_inferred_metadata()
         else:
