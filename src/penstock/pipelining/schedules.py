@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.overrides import has_torch_function
 from torch.profiler import record_function
 
 from penstock.ir.actions import (
@@ -99,6 +100,9 @@ B = FULL_BACKWARD
 
 _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 
+#: The programs of one stage per rank are made from no order.
+_NO_ORDER: dict[int, list[Any]] = {0: []}
+
 #: What ``step`` takes besides the arguments of the model, for batches that are split already.
 _SPLIT = ("arg_mbs", "kwarg_mbs", "target_mbs")
 
@@ -107,16 +111,41 @@ def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.
     """Begin sends or receives one by one, or both together in one batch.
 
     Coalesced operations wait in line on one stream, where independent ones could overlap. Sends and receives of one
-    call are coalesced nevertheless, lest two ranks both wait to send.
+    call are coalesced nevertheless, where the backend can, lest two ranks both wait to send.
     """
     if not p2p_ops:
         return []
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s: %s", desc or "messages", p2p_ops)
     kinds = {each.op for each in p2p_ops}
     if kinds == {dist.isend}:
-        return [each.op(each.tensor, group=each.group, tag=each.tag, group_dst=each.group_peer) for each in p2p_ops]
+        return [_begun(each, "group_dst") for each in p2p_ops]
     if kinds == {dist.irecv}:
-        return [each.op(each.tensor, group=each.group, tag=each.tag, group_src=each.group_peer) for each in p2p_ops]
+        return [_begun(each, "group_src") for each in p2p_ops]
+    if dist.batch_isend_irecv is _BATCH and kinds <= {_ISEND, _IRECV} and not _coalesces(p2p_ops[0]):
+        return [_begun(each, "group_dst" if each.op is _ISEND else "group_src") for each in p2p_ops]
     return dist.batch_isend_irecv(p2p_ops)
+
+
+# The functions themselves: what a program has put in their place is called as it is.
+_ISEND, _IRECV, _BATCH = dist.isend, dist.irecv, dist.batch_isend_irecv
+
+
+def _coalesces(message: dist.P2POp) -> bool:
+    """Whether the backend makes one operation of several; else a batch of them is a loop."""
+    group = message.group
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(message.tensor.device).supports_coalescing)
+
+
+def _begun(message: dist.P2POp, side: str) -> Any:
+    """What ``dist.isend`` or ``dist.irecv`` returns for a message, whose group and peer are known already."""
+    tensor, op = message.tensor, message.op
+    if not has_torch_function((tensor,)) and not tensor.is_complex():
+        if op is _ISEND:
+            return message.group.send([tensor], message.group_peer, message.tag)
+        if op is _IRECV and message.group_peer is not None:
+            return message.group.recv([tensor], message.group_peer, message.tag)
+    return op(tensor, group=message.group, tag=message.tag, **{side: message.group_peer})
 
 
 def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
@@ -518,7 +547,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         first_target = None if target_mbs is None else target_mbs[0]
         self._initialize_stage(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
         trains = self._has_backward
-        program = self._kept.program({0: []}, 0, [self._stage], {}, trains, lambda: make(trains))
+        program = self._kept.program(_NO_ORDER, 0, [self._stage], {}, trains, lambda: make(trains))
         step = Step(
             schedule=self,
             arg_mbs=arg_mbs,
