@@ -76,6 +76,10 @@ def test_fewer_samples_make_fewer_microbatches(module):
         found = module.split_args_kwargs_into_chunks(args, kwargs, 4)
         assert [len(part) for part in found] == [3, 3]
     assert module.split_args_kwargs_into_chunks((5,), None, 2) == ([(5,), (5,)], [{}, {}])
+    assert module.split_args_kwargs_into_chunks([5, "a"], None, 2, [module._Replicate(), module._Replicate]) == (
+        [(5, "a"), (5, "a")],
+        [{}, {}],
+    )
     assert module.split_args_kwargs_into_chunks((), {}, 2) == ([(), ()], [{}, {}])
     with pytest.raises(RuntimeError):
         module.split_args_kwargs_into_chunks((torch.ones(0, 2),), {}, 2)

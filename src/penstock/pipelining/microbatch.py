@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import operator
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from penstock.errors import MicrobatchError
 from penstock.runtime.block_masks import split_mask
@@ -41,6 +42,10 @@ class _ChunkError(MicrobatchError, AssertionError):
 
 class _ChunkValueError(MicrobatchError, ValueError):
     """A value that cannot be treated as its spec says."""
+
+
+class _ChunkSpecError(_ChunkError, ValueError):
+    """A spec that is none, or of another structure; torch raises the one or the other."""
 
 
 class _ChunkIndexError(MicrobatchError, IndexError):
@@ -86,15 +91,9 @@ def split_args_kwargs_into_chunks(
             dimension 0, and anything else is given to every microbatch.
         kwargs_chunk_spec: the same for the keyword arguments.
     """
-    kwargs = kwargs or {}
-    by_place = dict(enumerate(args))
-    places = dict(enumerate(_default_specs(args) if args_chunk_spec is None else args_chunk_spec))
-    names = _default_specs(kwargs) if kwargs_chunk_spec is None else kwargs_chunk_spec
-    split_args = _shard_dict_of_args(by_place, places, chunks)
-    split_kwargs = _shard_dict_of_args(kwargs, names, len(split_args))
-    if len(split_kwargs) < len(split_args):
-        split_args = _shard_dict_of_args(by_place, places, len(split_kwargs))
-    return [tuple(one.values()) for one in split_args], split_kwargs
+    by_place, by_name = _Values.of(tuple(args), args_chunk_spec), _Values.of(kwargs or {}, kwargs_chunk_spec)
+    count = min(by_place.most(chunks), by_name.most(chunks))
+    return by_place.split(count), by_name.split(count)
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
@@ -106,11 +105,12 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     >>> merge_chunks([(torch.ones(1), 5), (torch.ones(2), 5)], (TensorChunkSpec(0), None))
     (tensor([1., 1., 1.]), 5)
     """
-    specs, treespec = tree_flatten(chunk_spec)
-    if chunk_spec is None:
-        first, treespec = flattened(chunks[0])
-        specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(leaf, torch.Tensor) else None for leaf in first]
     rows = [flattened(chunk)[0] for chunk in chunks]
+    if chunk_spec is None:
+        treespec = flattened(chunks[0])[1]
+        specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(leaf, torch.Tensor) else None for leaf in rows[0]]
+    else:
+        specs, treespec = tree_flatten(chunk_spec)
     for index, row in enumerate(rows):
         if len(row) != len(specs):
             raise _ChunkValueError(
@@ -122,24 +122,48 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
 def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: Any, num_chunks: int) -> list[dict[Any, Any]]:
     """A dictionary for each microbatch."""
-    if not args_dict:
-        return [{} for _ in range(num_chunks)]
-    if args_chunk_spec is None or len(args_dict) != len(args_chunk_spec):
-        given = None if args_chunk_spec is None else list(args_chunk_spec)
-        raise _ChunkError(f"the values are {list(args_dict)}, but the specs are for {given}")
-    leaves, treespec = flattened(args_dict)
-    try:
-        specs = leaf_specs(args_chunk_spec, args_dict, len(leaves), "chunk_spec")
-    except MicrobatchError as error:
-        raise _ChunkValueError(str(error), name=error.name) from None
-    pairs = list(zip(leaves, specs, strict=True))
-    count = min([num_chunks, *(_size(value, spec, num_chunks) for value, spec in pairs)])
-    if count < 1:
-        raise MicrobatchError(f"no microbatch can be made of {list(args_dict)}: there is no sample in it")
-    rows = zip(*[_pieces(value, spec, count) for value, spec in pairs], strict=True) if pairs else [()] * count
-    if len(leaves) == len(args_dict) == treespec.num_nodes - 1:  # flat: no need to ask torch to build it again
-        return [dict(zip(args_dict, row, strict=True)) for row in rows]
-    return [tree_unflatten(list(row), treespec) for row in rows]
+    if args_dict and args_chunk_spec is None:
+        raise _ChunkError(f"there is no spec for {list(args_dict)}")
+    values = _Values.of(args_dict, args_chunk_spec)
+    return values.split(values.most(num_chunks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Values:
+    """Arguments taken apart, with a spec for each leaf."""
+
+    whole: Any
+    leaves: list[Any]
+    treespec: Any
+    specs: list[Any]
+
+    @classmethod
+    def of(cls, whole: tuple[Any, ...] | dict[Any, Any], spec: Any) -> _Values:
+        leaves, treespec = flattened(whole)
+        if spec is None or not whole:
+            return cls(whole, leaves, treespec, [_default_spec(leaf) for leaf in leaves])
+        if len(whole) != len(spec):
+            names = [list(one) if isinstance(one, dict) else len(one) for one in (whole, spec)]
+            raise _ChunkError(f"the values are {names[0]}, but the specs are for {names[1]}")
+        try:
+            return cls(whole, leaves, treespec, leaf_specs(spec, whole, len(leaves), "chunk_spec"))
+        except MicrobatchError as error:
+            raise _ChunkSpecError(str(error), name=error.name) from None
+
+    def most(self, wanted: int) -> int:
+        """How many microbatches can be made: as many as wanted, or as there are samples."""
+        return min([wanted, *(_size(leaf, spec, wanted) for leaf, spec in zip(self.leaves, self.specs, strict=True))])
+
+    def split(self, count: int) -> list[Any]:
+        """The values of each microbatch."""
+        if count < 1:
+            raise MicrobatchError(f"{count} microbatches cannot be made; is there no sample in a tensor?")
+        columns = [_pieces(leaf, spec, count) for leaf, spec in zip(self.leaves, self.specs, strict=True)]
+        rows = list(zip(*columns, strict=True)) if columns else [()] * count
+        if len(self.leaves) != len(self.whole) or self.treespec.num_nodes != len(self.whole) + 1:
+            return [tree_unflatten(list(row), self.treespec) for row in rows]
+        # Flat: no need to ask torch to build it again.
+        return [dict(zip(self.whole, row, strict=True)) for row in rows] if isinstance(self.whole, dict) else rows
 
 
 def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[torch.Tensor]:
@@ -167,10 +191,6 @@ def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]
     return split_mask(block_mask, num_chunks)
 
 
-def _default_specs(values: Any) -> Any:
-    return tree_map(_default_spec, values, is_leaf=_is_split)
-
-
 def _default_spec(value: Any) -> Any:
     if isinstance(value, torch.Tensor) or _is_split(value):
         return TensorChunkSpec(DEFAULT_CHUNK_DIM)
@@ -179,9 +199,9 @@ def _default_spec(value: Any) -> Any:
             f"a {type(value).__qualname__} that holds tensors is given whole to every microbatch; say how to split it "
             "with penstock.runtime.register_splitter, or write _Replicate() in its chunk spec if that is right",
             UserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
-    return _Replicate()
+    return _Replicate
 
 
 def _is_split(value: Any) -> bool:
