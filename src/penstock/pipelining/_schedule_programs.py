@@ -102,7 +102,7 @@ def of_order(
             lines.append(Line(custom(customs[kind], action), label, place))
         else:
             lines.append(Line(maker.operation(action, place), label, place))
-            scaled += [maker.stage(action)] if kind is REDUCE_GRAD else []
+            scaled += [maker.stage(action)] if kind is REDUCE_GRAD and trains else []
         for leaf in action.leaves if scales_after_backward and trains else ():
             if leaf.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT):
                 done[leaf.stage_index] += 1
