@@ -139,16 +139,15 @@ def step_arguments(stages: list[Any], x: torch.Tensor, target: torch.Tensor, los
 
 @contextmanager
 def no_tensors_in_cycles() -> Iterator[None]:
-    """No tensor that only the collector of cycles would find."""
-    gc.collect()
-    flags = gc.get_debug()
+    """No tensor that only the collector of cycles would find. What was there before is not looked at."""
+    gc.freeze()
     gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.garbage.clear()
     try:
         yield
         gc.collect()
         found = [thing for thing in gc.garbage if isinstance(thing, torch.Tensor)]
     finally:
-        gc.set_debug(flags)
+        gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
     assert not found, f"{len(found)} tensors are in cycles, e.g. of shape {tuple(found[0].shape)}"

@@ -383,10 +383,8 @@ def test_the_stages_of_a_schedule_are_replaced(package, name):
     assert_gradients(model, range(STAGES[name]), expected.gradients)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", [name for name, count in STAGES.items() if count > 1])
 def test_the_order_of_a_schedule_is_replaced(package, name):
-    if STAGES[name] == 1:
-        pytest.skip("a schedule of one stage has its order in its code")
     model, (x, target) = layers(STAGES[name]), data()
     expected = unsplit(model, x, target)
     schedule = pipelined(package, name, model, scale_grads=False)
