@@ -312,6 +312,13 @@ def test_a_group_is_used_once():
         ours.stage_backward_weight(model.parameters(), groups)
 
 
+def test_weights_are_those_of_the_first_half():
+    model, x = Block(), torch.randn(4, 6, requires_grad=True)
+    _, groups = ours.stage_backward_input([model(x)], [torch.ones(4, 6)], [x], model.parameters())
+    with pytest.raises(RunError, match="not among the weights"):
+        ours.stage_backward_weight(model.first.parameters(), groups)
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("wrap", "gradient"),

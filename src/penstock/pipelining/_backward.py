@@ -120,6 +120,8 @@ def stage_backward_weight(
     for group in param_groups:
         if "intermediates" not in group:
             raise RunError("a parameter group was used a second time; each backward of inputs makes new ones")
+        if not group["params"] <= weight_of.keys():
+            raise RunError("a parameter group has a weight that is not among the weights; pass those of its first half")
         nodes, saved = group.pop("intermediates"), group.pop("grads", ())
         edges = [
             (GradientEdge(node, number), gradient)
