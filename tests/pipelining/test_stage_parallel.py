@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import penstock.pipelining.stage as our_stage
 from penstock.pipelining._utils import generate_stage_to_rank_mapping
+from pipelining.driving import known_to_torch
 
 CPU = torch.device("cpu")
 WIDTH = 6
@@ -125,8 +126,7 @@ def train(rank, ranks, name, wrapper):
         made[0] if per_rank == 1 else made, MICROBATCHES, loss_fn=loss_fn
     )
     generator = torch.Generator().manual_seed(2)
-    theirs, torch_schedules.PipelineStage = torch_schedules.PipelineStage, our_stage.PipelineStage
-    try:
+    with known_to_torch():
         for _ in range(2):
             x, target = (torch.randn(4 * MICROBATCHES, WIDTH, generator=generator) for _ in range(2))
             whole.zero_grad()
@@ -140,8 +140,6 @@ def train(rank, ranks, name, wrapper):
                 expected = whole[stage.stage_index * size : (stage.stage_index + 1) * size].parameters()
                 for one, other in zip(stage.submod.parameters(), expected, strict=True):
                     torch.testing.assert_close(full(one.grad), other.grad, rtol=1e-4, atol=1e-6)
-    finally:
-        torch_schedules.PipelineStage = theirs
 
 
 def run(rank, ranks, name, wrapper):

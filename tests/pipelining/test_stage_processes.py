@@ -10,6 +10,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 
 import penstock.pipelining.stage as our_stage
 from penstock.pipelining._utils import generate_stage_to_rank_mapping
+from pipelining.driving import known_to_torch
 from runtime.models import KINDS, Model
 
 CPU = torch.device("cpu")
@@ -24,17 +25,6 @@ STYLES = {
 }
 # A dict on an edge, and one graph of the user's behind all microbatches, are beyond what torch's schedules take.
 KINDS_HERE = [kind for kind in KINDS if kind not in ("nested", "language", "input behind", "keywords behind")]
-
-
-@contextmanager
-def known_to_torch():
-    """torch's schedules ask whether a stage is of their own class."""
-    theirs = torch_schedules.PipelineStage
-    torch_schedules.PipelineStage = our_stage.PipelineStage
-    try:
-        yield
-    finally:
-        torch_schedules.PipelineStage = theirs
 
 
 def cut(rank: int, ranks: int, name: str, model: Model, group: Any, **options: Any) -> Any:
