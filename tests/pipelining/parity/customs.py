@@ -365,7 +365,7 @@ def own_step(setting: Setting) -> Any:
     schedules = setting.pp.schedules
 
     class Mine(schedules.PipelineScheduleSingle):
-        def _step_microbatches(  # noqa: PLR0913
+        def _step_microbatches(
             self,
             arg_mbs: Any = None,
             kwarg_mbs: Any = None,
@@ -410,12 +410,12 @@ def own_stage(setting: Setting) -> Any:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
         def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            given = {name: value for name, value in kwargs.items() if name != "loss"}
+            given = {name: kwargs[name] for name in sorted(kwargs) if name != "loss"}
             calls.append(("B", self.stage_index, bwd_chunk_id, given, kwargs.get("loss") is None))
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
         def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            calls.append(("W", self.stage_index, bwd_chunk_id, kwargs))
+            calls.append(("W", self.stage_index, bwd_chunk_id, dict(sorted(kwargs.items()))))
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
         def perform_reduce_grad(self, grad_scale_factor: int) -> Any:

@@ -31,6 +31,22 @@ class Difference:
 
 DIFFERENCES = [
     Difference(
+        ("kwargs_with_gradients",),
+        SPLITTING,
+        "torch's I gives keyword arguments no gradient",
+    ),
+    Difference(
+        ("eval_leaves_gradients",),
+        TRAINING,
+        "torch's eval() divides the gradients that are there by the number of microbatches",
+    ),
+    Difference(
+        ("orders",),
+        ("1F1B",),
+        "the pipeline_order of torch's 1F1B has other numbers of microbatches than its step() runs",
+        least_ranks=2,
+    ),
+    Difference(
         ("scaled_gradients_add_up",),
         TRAINING,
         "torch divides .grad by the number of microbatches after every step, also what earlier steps have left there",
@@ -77,6 +93,13 @@ DIFFERENCES = [
         "torch's PipelineScheduleMulti sends to the own rank, which gloo does not do",
     ),
 ]
+
+
+#: Mistakes whose error in torch is an accident of its code; ours is an AssertionError that says what is wrong.
+SAID_BETTER = {
+    "runtime_without_schedule": "torch: AttributeError, since the order is not there",
+    "unknown_stage": "torch: KeyError with the number of the stage alone",
+}
 
 
 def difference(case: Case) -> str | None:

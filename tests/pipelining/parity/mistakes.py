@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipelining.parity.models import WIDTH, Scaled
-from pipelining.parity.setting import Setting, scenario
 from torch import nn
 from torch.nn import functional
+
+from pipelining.parity.models import WIDTH, Scaled
+from pipelining.parity.setting import Setting, scenario
 
 X = torch.ones(8, WIDTH, dtype=torch.float64)
 
@@ -148,9 +149,7 @@ def mistakes_of_calls(setting: Setting) -> Any:
         no_target_in_eval=lambda: b.gpipe().eval(X),
         no_input=lambda: b.gpipe().step(target=X),
         too_many_inputs=lambda: b.gpipe().step(X, X, target=X),
-        too_many_inputs_static=lambda: b.gpipe(stage=b.stage(input_args=X[:4], output_args=X[:4])).step(
-            X, X, target=X
-        ),
+        too_many_inputs_static=lambda: b.gpipe(stage=b.stage(input_args=X[:4], output_args=X[:4])).step(X, X, target=X),
         unknown_keyword=lambda: b.gpipe().step(X, target=X, nothing=3),
         wrong_width=lambda: b.gpipe().step(X[:, :2], target=X),
         wrong_target_width=lambda: b.gpipe(loss_fn=lambda y, t: (y - t).square().mean()).step(X, target=X[:, :3]),

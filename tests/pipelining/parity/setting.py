@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipelining.parity.comparison import Raised, differences
-from pipelining.parity.models import WIDTH, Kind, Layer, Whole, made
 from torch import nn
 from torch.nn import functional
+
+from pipelining.parity.comparison import Raised, differences
+from pipelining.parity.models import WIDTH, Kind, Layer, Whole, made
 
 THEIRS = "torch.distributed.pipelining"
 OURS = "penstock.pipelining"
@@ -232,7 +232,9 @@ class Setting:
         losses = [
             loss_fn(part, wanted)
             for part, wanted in zip(
-                torch.tensor_split(output, self.microbatches), torch.tensor_split(target, self.microbatches), strict=True
+                torch.tensor_split(output, self.microbatches),
+                torch.tensor_split(target, self.microbatches),
+                strict=True,
             )
         ]
         if self.case.schedule == FORWARD_ONLY:

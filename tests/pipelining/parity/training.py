@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
+
 from pipelining.parity.models import (
     WIDTH,
     Counting,
@@ -21,7 +23,6 @@ from pipelining.parity.models import (
     Unused,
 )
 from pipelining.parity.setting import FORWARD_ONLY, Setting, scenario
-from torch.nn import functional
 
 
 def _trained(setting: Setting, kind: Any = Layer, *, none_is_zero: bool = False) -> dict[str, Any]:
@@ -115,7 +116,18 @@ def kwargs_with_gradients(setting: Setting) -> Any:
     found = setting.step(schedule, scale=scale)
     setting.expect_step(found, named={"scale": scale.detach()})
     setting.expect_gradients(modules)
+    setting.expect("gradient of the argument", scale.grad, _of_argument(setting, scale.detach()))
     return found | {"gradients": setting.gradients(modules), "of the argument": scale.grad}
+
+
+def _of_argument(setting: Setting, scale: torch.Tensor) -> torch.Tensor:
+    """The gradient of an argument of this rank: that of the sum of the losses, since only weights are scaled."""
+    mine = scale.clone().requires_grad_()
+    y, target = setting.batch
+    for index, stage in enumerate(setting.whole.stages):
+        y = stage(y, scale=mine if index in setting.mine else scale)
+    (functional.mse_loss(y, target) * setting.microbatches).backward()
+    return mine.grad
 
 
 @scenario
@@ -172,9 +184,21 @@ def eval_then_train(setting: Setting) -> Any:
     found = setting.step(schedule)
     setting.expect_step(found)
     setting.expect_gradients(modules)
+    gradients = setting.gradients(modules)
     after = setting.step(schedule, function="eval")
     setting.expect_step(after, backward=False)
-    return {"before": _only(before), "step": found, "after": _only(after), "gradients": setting.gradients(modules)}
+    return {"before": _only(before), "step": found, "after": _only(after), "gradients": gradients}
+
+
+@scenario
+def eval_leaves_gradients(setting: Setting) -> Any:
+    """Gradients that are there stay as they are in an evaluation."""
+    modules = setting.use(Layer)
+    schedule = setting.schedule(setting.pipeline_stages(modules))
+    setting.expect_step(setting.step(schedule))
+    setting.step(schedule, function="eval")
+    setting.expect_gradients(modules)
+    return setting.gradients(modules)
 
 
 @scenario
@@ -186,7 +210,7 @@ def train_then_eval(setting: Setting) -> Any:
     for function in ("step", "eval", "eval", "step"):
         if function == "step":
             setting.whole.zero_grad()
-            torch.nn.ModuleList(modules.values()).zero_grad()
+            _forget(modules)
         found.append(setting.step(schedule, function=function))
         setting.expect_step(found[-1], backward=function == "step")
     setting.expect_gradients(modules)
@@ -209,6 +233,12 @@ def without_gradients(setting: Setting) -> Any:
     with torch.no_grad():
         refused = setting.attempt(lambda: setting.step(schedule)) if setting.case.schedule != FORWARD_ONLY else None
     return {"steps": [_only(each) for each in found], "refused": refused}
+
+
+def _forget(modules: dict[int, Any]) -> None:
+    """The gradients."""
+    for module in modules.values():
+        module.zero_grad()
 
 
 def _only(found: dict[str, Any]) -> dict[str, Any]:
@@ -246,6 +276,7 @@ def return_outputs_off(setting: Setting) -> Any:
     found = setting.step(schedule, return_outputs=False)
     kept = {stage.stage_index: len(stage.output_chunks) for stage in stages}
     setting.expect("output", found["output"], None)
+    _forget(modules)
     found_again = setting.step(schedule)
     return {"off": found, "on": found_again, "kept": kept, "gradients": setting.gradients(modules)}
 
@@ -274,6 +305,7 @@ def loss_kwargs(setting: Setting) -> Any:
     found = setting.step(schedule, loss_kwargs={"weight": 3.0})
     setting.expect_step(found, loss_fn=lambda output, target: loss_fn(output, target, 3.0))
     setting.expect_gradients(modules)
+    _forget(modules)
     again = setting.step(schedule)
     return {"with": found, "without": again, "gradients": setting.gradients(modules)}
 
@@ -365,7 +397,10 @@ def random_numbers(setting: Setting) -> Any:
     modules = setting.modules(Random)
     setting.use(Layer)  # whose shapes are the same, for static metadata
     schedule = setting.schedule(setting.pipeline_stages(modules))
-    found = [setting.step(schedule) for _ in range(2)]
+    found = []
+    for _ in range(2):
+        _forget(modules)
+        found.append(setting.step(schedule))
     return {"steps": found, "gradients": setting.gradients(modules), "next": torch.rand(3)}
 
 
@@ -389,9 +424,15 @@ def state_after_a_step(setting: Setting) -> Any:
     before = [_state(setting, stage) for stage in stages]
     setting.step(schedule)
     after = [_state(setting, stage) for stage in stages]
-    orders = {name: _text(getattr(schedule, name, None)) for name in ("pipeline_order", "pipeline_order_with_comms")}
     mapping = dict(stages[0].stage_index_to_group_rank)
-    return {"before": before, "after": after, "orders": orders, "mapping": mapping, "name": type(schedule).__name__}
+    return {"before": before, "after": after, "mapping": mapping, "name": type(schedule).__name__}
+
+
+@scenario
+def orders(setting: Setting) -> Any:
+    """The order of all ranks, without and with communication."""
+    schedule = setting.schedule(setting.pipeline_stages(setting.use(Layer)))
+    return {name: _text(getattr(schedule, name, None)) for name in ("pipeline_order", "pipeline_order_with_comms")}
 
 
 def _state(setting: Setting, stage: Any) -> dict[str, Any]:
