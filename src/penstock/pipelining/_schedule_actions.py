@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Self, cast
 
 from penstock.errors import ScheduleSyntaxError
-from penstock.ir.actions import NO_STAGE, Action
-from penstock.ir.actions import ComputationType as _ComputationType
+from penstock.ir.actions import NO_STAGE, Action, ComputationType
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import Any
+
+_ComputationType = ComputationType
 
 _action_regex: Final = re.compile(
     r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)", re.ASCII
@@ -49,6 +50,11 @@ class _Action(Action):
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # as in Action
         return cls(*iterable)
+
+    @property
+    def leaves(self) -> tuple[_Action, ...]:
+        """The actions that run: the sub-actions of an overlap, else the action itself."""
+        return (self,) if self.sub_actions is None else cast("tuple[_Action, ...]", self.sub_actions)
 
     @property
     def is_compute_op(self) -> bool:

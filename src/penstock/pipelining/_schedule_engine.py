@@ -7,7 +7,7 @@ replaces on a stage counts. A program refers to stages only, never to the schedu
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch.distributed import P2POp, Work
+    from torch.distributed import Work
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_actions import _Action
@@ -60,10 +60,10 @@ class Step:
         loss_kwargs: more arguments of the loss.
         post: posts sends or receives.
         wait: waits for them.
+        context: makes what a custom function gets.
         forward_receives: activations under way, by stage and microbatch.
         backward_receives: gradients under way.
         counter: how many microbatches of each stage are done.
-        context: makes what a custom function gets.
         sends: what has been sent and not been waited for, by its place in the row.
     """
 
@@ -75,11 +75,11 @@ class Step:
     loss_kwargs: dict[str, Any] | None
     post: Callable[..., Works]
     wait: Callable[[Works], None]
-    forward_receives: dict[tuple[int, int], Works]
-    backward_receives: dict[tuple[int, int], Works]
-    counter: Counter[int]
     context: Callable[[], Any]
-    sends: dict[int, Works]
+    forward_receives: dict[tuple[int, int], Works] = field(default_factory=dict)
+    backward_receives: dict[tuple[int, int], Works] = field(default_factory=dict)
+    counter: Counter[int] = field(default_factory=Counter)
+    sends: dict[int, Works] = field(default_factory=dict)
 
 
 class Line(NamedTuple):
@@ -119,7 +119,7 @@ class Program:
             named: makes the range that a profiler shows.
             failed: is told the place of the action that raises.
         """
-        if torch.autograd._profiler_enabled():
+        if torch._C._autograd._profiler_enabled():
             self._run_named(step, named)
             return
         place = 0

@@ -1,4 +1,4 @@
-"""The lowering passes by their upstream names: dicts and lists in, dicts and lists out, nothing taken from the input."""
+"""The lowering passes by their upstream names: dicts and lists in and out, and the input stays as it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.ir.actions import ComputationType
     from penstock.ir.schedule import Schedule
-    from penstock.pipelining._schedule_rows import LoweredRow, LoweredRows, Row
+    from penstock.pipelining._schedule_rows import LoweredRow, LoweredRows
 
 
 class OrderError(ScheduleError, AssertionError):

@@ -182,56 +182,80 @@ def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, 
 
     Both wait for both then, so that sends are over when they are; and neither waits to send to the other.
     """
-    maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains)
-    operations: list[Operation] = []
-    sent: list[int] = []
-
-    def send(make: Callable[..., Operation], number: int, told: str) -> None:
-        """Send, once the send before is over."""
-        if sent:
-            operations.append(ending([sent.pop()]))
-        sent.append(len(operations))
-        operations.append(make(stage, number, len(operations), told))
-
-    def backward(number: int) -> None:
-        operations.append(maker.backward(stage, number, receives=False))
-
-    def forward(number: int) -> None:
-        operations.append(maker.forward(stage, number, receives=False))
-
-    fill = min(microbatches, stages - stage.stage_index)
-    for number in range(fill):
-        operations.append(_meeting(stage, None, None, number, None, "fwd_recv"))
-        forward(number)
-        if number < fill - 1:
-            send(send_forward, number, "fwd_send")
-    for number in range(microbatches - fill + 1):
-        if sent:
-            operations.append(ending([sent.pop()]))
-        operations.append(_meeting(stage, number + fill - 1, None, None, number, "fwd_send_bwd_recv"))
-        backward(number)
-        if number + fill < microbatches:
-            operations.append(_meeting(stage, None, number, number + fill, None, "bwd_send_fwd_recv"))
-            forward(number + fill)
-    for number in range(microbatches - fill, microbatches):
-        if number > microbatches - fill:
-            operations.append(_meeting(stage, None, None, None, number, "bwd_recv"))
-            backward(number)
-        send(send_backward, number, "bwd_send")
-    if sent:
-        operations.append(ending(sent))
+    chain = _OneFOneB(stage, Maker({stage.stage_index: stage}, microbatches, calls, trains=trains))
+    ahead = min(microbatches, stages - stage.stage_index)
+    chain.fill(ahead)
+    chain.alternate(ahead, microbatches)
+    chain.drain(microbatches - ahead, microbatches)
     if trains:
-        operations.append(reduction(stage, microbatches))
-    return Program([Line(each, None, place) for place, each in enumerate(operations)], [stage] if trains else [])
+        chain.operations.append(reduction(stage, microbatches))
+    return Program([Line(each, None, place) for place, each in enumerate(chain.operations)], [stage] if trains else [])
+
+
+class _OneFOneB:
+    """The operations of one stage of 1F1B, as they are added; one send is under way at most."""
+
+    def __init__(self, stage: Any, maker: Maker) -> None:
+        self.operations: list[Operation] = []
+        self._stage = stage
+        self._maker = maker
+        self._sent: list[int] = []
+
+    def fill(self, ahead: int) -> None:
+        """Forwards; what the last of them makes goes with the first gradient that comes."""
+        for number in range(ahead):
+            self._meet("fwd_recv", received_forward=number)
+            self._forward(number)
+            if number < ahead - 1:
+                self._send(send_forward, number, "fwd_send")
+        self._end_send()
+
+    def alternate(self, ahead: int, microbatches: int) -> None:
+        """A backward and a forward by turns, until the forwards are over."""
+        for number in range(microbatches - ahead + 1):
+            self._meet("fwd_send_bwd_recv", sent_forward=number + ahead - 1, received_backward=number)
+            self._backward(number)
+            if number + ahead < microbatches:
+                self._meet("bwd_send_fwd_recv", sent_backward=number, received_forward=number + ahead)
+                self._forward(number + ahead)
+
+    def drain(self, done: int, microbatches: int) -> None:
+        """The backwards that are left, after the one that is ``done`` and not sent."""
+        self._send(send_backward, done, "bwd_send")
+        for number in range(done + 1, microbatches):
+            self._meet("bwd_recv", received_backward=number)
+            self._backward(number)
+            self._send(send_backward, number, "bwd_send")
+        self._end_send()
+
+    def _forward(self, number: int) -> None:
+        self.operations.append(self._maker.forward(self._stage, number, receives=False))
+
+    def _backward(self, number: int) -> None:
+        self.operations.append(self._maker.backward(self._stage, number, receives=False))
+
+    def _send(self, make: Callable[..., Operation], number: int, told: str) -> None:
+        self._end_send()
+        place = len(self.operations)
+        self._sent.append(place)
+        self.operations.append(make(self._stage, number, place, told))
+
+    def _end_send(self) -> None:
+        if self._sent:
+            self.operations.append(ending([self._sent.pop()]))
+
+    def _meet(self, told: str, **microbatches: int) -> None:
+        self.operations.append(_meeting(self._stage, told, **microbatches))
 
 
 def _meeting(
     stage: Any,
-    sent_forward: int | None,
-    sent_backward: int | None,
-    received_forward: int | None,
-    received_backward: int | None,
     told: str,
+    *,
+    sent_forward: int | None = None,
+    sent_backward: int | None = None,
+    received_forward: int | None = None,
+    received_backward: int | None = None,
 ) -> Operation:
     """Send and receive together, each if there is a microbatch for it, and wait for all of it."""
 

@@ -86,4 +86,4 @@ def as_lowered_rows(schedule: Schedule, ranks: Sequence[int]) -> LoweredRows:
 def as_action(action: Action) -> _Action:
     """An action of a schedule as upstream has it."""
     stage, kind, microbatch, parts = action
-    return _Action(stage, kind, microbatch, parts and tuple(map(as_action, parts)))
+    return _Action(stage, kind, microbatch, None if parts is None else tuple(map(as_action, parts)))

@@ -1,0 +1,368 @@
+"""What all schedules have in common: losses, preparing stages, and a step around ``_step_microbatches``."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.pipelining._schedule_engine import Step
+from penstock.pipelining._schedule_passes import OrderError
+from penstock.pipelining._schedule_programs import Kept
+from penstock.pipelining._utils import InferenceMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.pipelining._schedule_engine import Program
+    from penstock.pipelining.microbatch import TensorChunkSpec
+    from penstock.pipelining.stage import _PipelineStageBase
+
+logger = logging.getLogger("penstock.pipelining.schedules")
+
+#: What ``step`` takes besides the arguments of the model, for batches that are split already.
+_SPLIT = ("arg_mbs", "kwarg_mbs", "target_mbs")
+
+
+def replaceable() -> Any:
+    """The module with the path of upstream's: where programs put functions of their own in place of those there."""
+    return import_module("penstock.pipelining.schedules")
+
+
+class _PipelineSchedule(ABC):
+    """What all schedules have in common: a step goes through ``_step_microbatches``.
+
+    Attributes:
+        scale_grads: whether gradients are divided by the number of microbatches; right for a loss that is a mean.
+    """
+
+    def __init__(
+        self,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ) -> None:
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self.scale_grads = scale_grads
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self._has_backward = loss_fn is not None
+        self._internal_losses: list[torch.Tensor] = []
+        self._loss_places: dict[int, int] = {}
+        self._kept = Kept()
+        logger.info("Using %s", type(self).__name__)
+
+    # Losses -----------------------------------------------------------------------------------------------------------
+
+    def _maybe_compute_loss(
+        self,
+        stage: Any,
+        output: Any,
+        target_mbs: list[Any] | None,
+        mb_index: int,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """The loss of a microbatch, if the stage is the last and there is a loss function."""
+        if stage.is_last and self._loss_fn is not None:
+            target = target_mbs[mb_index]  # type: ignore[index]  # upstream's TypeError for a target that is not given
+            loss = self._compute_loss(output, target, loss_kwargs)
+            self._loss_places[mb_index] = len(self._internal_losses)
+            self._internal_losses.append(loss)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        """The loss of a microbatch; None if the stage is not the last, or there is no loss function."""
+        if not stage.is_last or self._loss_fn is None or not self._internal_losses:
+            return None
+        place = self._loss_places.get(mb_index, mb_index)
+        if not 0 <= place < len(self._internal_losses):
+            raise RuntimeError(
+                f"the loss of microbatch {mb_index} is not there; there are {len(self._internal_losses)} losses, of "
+                f"microbatches {sorted(self._loss_places)}"
+            )
+        return self._internal_losses[place]
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        """Hand the losses over in the order of the microbatches, and forget them."""
+        stages = stages if isinstance(stages, list) else [stages]
+        if losses is not None and any(stage.is_last for stage in stages):
+            found = self._internal_losses
+            if len(found) != self._n_microbatches:
+                raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(found)}")
+            places = [self._loss_places.get(number, number) for number in range(len(found))]
+            losses[:] = [found[place] for place in places]
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self._internal_losses.clear()
+        self._loss_places.clear()
+
+    def _compute_loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None) -> Any:
+        return self._loss_fn(output, target, **(loss_kwargs or {}))  # type: ignore[misc]  # asked only if there is one
+
+    # Preparing stages -------------------------------------------------------------------------------------------------
+
+    def _warmup_p2p(self, stages: list[_PipelineStageBase], has_backward: bool, p2p_done: bool) -> None:
+        """Connect neighbours, and agree with them whether shapes are given or have to be found.
+
+        Args:
+            stages: the stages of this rank.
+            has_backward: whether there are backwards.
+            p2p_done: whether neighbours are connected already.
+        """
+        if all(hasattr(stage, "_warmup_forward_vote") for stage in stages):
+            self._agree_on_shapes(stages, has_backward)
+        elif not p2p_done:
+            messages = [message for stage in stages for message in stage._get_init_p2p_neighbors_ops()]
+            names = replaceable()
+            names._wait_batch_p2p(names._batch_p2p(messages))
+
+    def _agree_on_shapes(self, stages: list[Any], has_backward: bool) -> None:
+        vote: torch.Tensor | None = None
+        for stage in stages:
+            vote = stage._warmup_forward_vote(has_backward, received_acc=vote)
+        for stage in reversed(stages):
+            vote = stage._warmup_backward_result(received_result=vote)
+            if vote is None:
+                raise RuntimeError(f"stage {stage.stage_index} got no answer whether shapes are given or to be found")
+            stage._inference_mode = InferenceMode.STATIC if vote.item() == 1 else InferenceMode.DYNAMIC
+
+    def _initialize_pp_stages(
+        self,
+        stages: list[_PipelineStageBase],
+        args: tuple[Any, ...] | Any,
+        kwargs: dict[str, Any] | None,
+        target: Any,
+        fwd_initialized: bool,
+        bwd_initialized: bool,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[bool, bool]:
+        """Prepare stages before the first step, and when training turns into evaluation or back.
+
+        Returns:
+            Whether they are prepared for forwards, and for backwards.
+        """
+        connected = fwd_initialized
+        if fwd_initialized and self._has_backward != bwd_initialized:
+            fwd_initialized = bwd_initialized = False
+        for_backward = self._has_backward and not bwd_initialized
+        if fwd_initialized and not for_backward:
+            return fwd_initialized, bwd_initialized
+        stages = sorted(stages, key=lambda stage: stage.stage_index)
+        if not fwd_initialized:
+            self._warmup_p2p(stages, self._has_backward, connected)
+        with _untouched_generators(stages):
+            if not fwd_initialized:
+                self._prepare_forwards(stages, args, kwargs)
+            if for_backward:
+                self._prepare_backwards(stages, target, loss_kwargs)
+        for stage in stages:
+            if hasattr(stage, "_post_metadata_inference_cleanup"):
+                stage._post_metadata_inference_cleanup()
+        return True, bwd_initialized or for_backward
+
+    def _prepare_forwards(self, stages: list[Any], args: Any, kwargs: Any) -> None:
+        passed: Any = None
+        for stage in stages:
+            given = args if stage.is_first else passed
+            passed = stage._prepare_forward_infra(self._n_microbatches, given, kwargs, has_backward=self._has_backward)
+
+    def _prepare_backwards(self, stages: list[Any], target: Any, loss_kwargs: Any) -> None:
+        passed: Any = None
+        for stage in reversed(stages):
+            passed = stage._prepare_backward_infra(
+                self._n_microbatches,
+                loss_fn=self._loss_fn,
+                target=target,
+                received_grad_meta=passed,
+                loss_kwargs=loss_kwargs,
+            )
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run a step on microbatches."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a step on a whole batch, which is split into microbatches.
+
+        Args:
+            args: the arguments of the model, on the rank of the first stage.
+            target: the target of the loss, on the rank of the last stage.
+            losses: is filled with the loss of each microbatch, on the rank of the last stage.
+            return_outputs: whether the merged outputs are returned, on the rank of the last stage.
+            loss_kwargs: more arguments of the loss function.
+            kwargs: keyword arguments of the model. A batch that is split already is given as ``arg_mbs``, a list with
+                the arguments of each microbatch, ``kwarg_mbs`` and ``target_mbs``, and nothing else.
+        """
+        raise NotImplementedError
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+        """Run the forwards of a step only, with the arguments of ``step``."""
+        trains = self._has_backward
+        self._has_backward = False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = trains
+
+    def _step(
+        self,
+        stages: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+        *,
+        needs_autograd: bool = True,
+    ) -> Any:
+        """A step of these stages."""
+        if self._has_backward and needs_autograd and not torch.is_grad_enabled():
+            raise RuntimeError("step() runs backwards, and gradients are switched off here; call eval() instead")
+        for stage in stages:
+            stage.has_backward = self._has_backward
+        for stage in stages:
+            stage.clear_runtime_states()
+        arg_mbs, kwarg_mbs, target_mbs = self._microbatches_of(args, kwargs, target)
+        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+        for stage in stages:
+            if stage.is_last and return_outputs:
+                return self._merge_outputs(stage.output_chunks)
+        return None
+
+    def _microbatches_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[Any] | None, list[Any] | None, list[Any] | None]:
+        """The microbatches of what ``step`` is given."""
+        if any(name in kwargs for name in _SPLIT):
+            if args or target is not None or not kwargs.keys() <= set(_SPLIT):
+                raise ValueError(
+                    f"{', '.join(_SPLIT)} are a whole batch: give no other arguments and no target= beside"
+                )
+            return kwargs.get("arg_mbs"), kwargs.get("kwarg_mbs"), kwargs.get("target_mbs")
+        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+        if target is None:
+            return arg_mbs, kwarg_mbs, None
+        names = replaceable()
+        return arg_mbs, kwarg_mbs, list(names._split_tensor(target, names._TARGET_CHUNK_SPEC, self._n_microbatches))
+
+    def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
+        """The arguments of each microbatch; empty ones where the rank has no first stage."""
+        if not args and not kwargs:
+            return [()] * self._n_microbatches, [{}] * self._n_microbatches
+        chunks: tuple[list[Any], list[Any]] = replaceable().split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+        return chunks
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        """The outputs of all microbatches as one; along dimension 0 unless told otherwise."""
+        return replaceable().merge_chunks(output_chunks, self._output_merge_spec)
+
+    def _check_inputs(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """The arguments of each microbatch, empty ones for those that are not given."""
+        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+            if given is not None and not isinstance(given, list):
+                raise TypeError(f"{name} must be a list but got a {type(given)}")
+            if given is not None and len(given) != self._n_microbatches:
+                raise ValueError(f"Expecting {self._n_microbatches} {name} but got {len(given)}")
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses must be a list but got a {type(losses)}")
+        arg_mbs = [()] * self._n_microbatches if arg_mbs is None else arg_mbs
+        kwarg_mbs = [{}] * self._n_microbatches if kwarg_mbs is None else kwarg_mbs
+        return arg_mbs, kwarg_mbs
+
+    def _new_step(
+        self,
+        arg_mbs: list[Any],
+        kwarg_mbs: list[Any],
+        target_mbs: list[Any] | None,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> Step:
+        """The state of a step that begins."""
+        names = replaceable()
+        return Step(
+            schedule=self,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=target_mbs,
+            return_outputs=return_outputs,
+            loss_kwargs=loss_kwargs,
+            post=names._batch_p2p,
+            wait=names._wait_batch_p2p,
+            context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses),
+        )
+
+    def _run(self, program: Program, step: Step) -> None:
+        """Run a program."""
+        if program.scaled and self.scale_grads and self._n_microbatches != 1:
+            _multiply_gradients(program.scaled, self._n_microbatches)
+        try:
+            program.run(step, replaceable().record_function, self._tell_failure)
+        except BaseException:
+            self._forget_losses()
+            raise
+
+    def _tell_failure(self, place: int) -> None:
+        """Log where a step has failed."""
+        logger.error("%s failed at operation %s of its program", type(self).__name__, place)
+
+
+def _multiply_gradients(stages: Sequence[Any], factor: int) -> None:
+    """Make up for the division of all gradients after this step: what earlier steps left there is divided already."""
+    gradients = [
+        parameter.grad
+        for stage in stages
+        if isinstance(stage.submod, torch.nn.Module)
+        for parameter in stage.submod.parameters()
+        if parameter.grad is not None
+    ]
+    if gradients:
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+
+
+def _untouched_generators(stages: list[Any]) -> Any:
+    """Whatever draws random numbers within leaves no trace."""
+    devices = {torch.device(stage.device) for stage in stages}
+    others = [device for device in devices if device.type != "cpu"]
+    kinds = {device.type for device in others}
+    if len(kinds) > 1:
+        raise OrderError(f"the stages of a rank are on devices of one type, not of {', '.join(sorted(kinds))}")
+    return torch.random.fork_rng(devices=others, device_type=next(iter(kinds), "cuda"))
