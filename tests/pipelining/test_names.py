@@ -11,6 +11,7 @@ import pkgutil
 from types import ModuleType
 
 import pytest
+import torch
 import torch.distributed.pipelining as upstream
 
 import penstock.pipelining as ours
@@ -195,26 +196,62 @@ def test_names_are_found_where_torch_imports_them_too(module):
     assert sorted(missing) == sorted(ELSEWHERE.get(module, ()))
 
 
-def test_tracing_says_what_to_use_instead():
-    from torch.nn import Linear
+SCHEDULES = {
+    "ScheduleGPipe": 1,
+    "Schedule1F1B": 1,
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleLoopedBFS": 2,
+    "ScheduleInterleavedZeroBubble": 2,
+    "ScheduleZBVZeroBubble": 2,
+    "ScheduleDualPipeV": 2,
+}
 
+
+def attributes(rank, ranks, group):
+    """What schedules and stages of torch have and ours have not, or of another type, before and after a step."""
+    found = []
+    for name, count in SCHEDULES.items():
+        pairs = []
+        for package in (ours, upstream):
+            stages = [
+                package.PipelineStage(torch.nn.Linear(4, 4), index, count, torch.device("cpu"), group=group)
+                for index in range(count)
+            ]
+            given = stages if count > 1 else stages[0]
+            pairs.append([getattr(package, name)(given, 2, loss_fn=torch.nn.functional.mse_loss), stages[0]])
+        for when in ("made", "stepped"):
+            for mine, theirs in zip(*pairs, strict=True):
+                kinds = {key: type(value).__name__ for key, value in vars(theirs).items()}
+                found += [
+                    (name, when, type(theirs).__name__, key)
+                    for key, kind in kinds.items()
+                    if not hasattr(mine, key) or type(getattr(mine, key)).__name__ != kind
+                ]
+            for schedule, _ in pairs:
+                schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    return found
+
+
+def test_schedules_and_stages_have_the_attributes_of_torch(workers):
+    assert workers.run(attributes, ranks=1) == [[]]
+
+
+def test_tracing_says_what_to_use_instead():
     for call in (
-        lambda: ours.pipeline(Linear(2, 2), (None,)),
-        lambda: ours.pipeline(Linear(2, 2), (None,), split_spec={"a": ours.SplitPoint.END}),
+        lambda: ours.pipeline(torch.nn.Linear(2, 2), (None,)),
+        lambda: ours.pipeline(torch.nn.Linear(2, 2), (None,), split_spec={"a": ours.SplitPoint.END}),
         lambda: Pipe(None, 1, False, None),
-        lambda: Pipe.from_tracing(Linear(2, 2), ()),
-        lambda: ours._IR.annotate_split_points(Linear(2, 2), {}),
+        lambda: Pipe.from_tracing(torch.nn.Linear(2, 2), ()),
+        lambda: ours._IR.annotate_split_points(torch.nn.Linear(2, 2), {}),
     ):
         with pytest.raises(NotImplementedError, match="PipelineStage") as raised:
             call()
         assert isinstance(raised.value, TracingNotYetError)
     with pytest.raises(ValueError, match="split_policy"):
-        ours.pipeline(Linear(2, 2), (), split_spec={}, split_policy=lambda graph: graph)
+        ours.pipeline(torch.nn.Linear(2, 2), (), split_spec={}, split_policy=lambda graph: graph)
 
 
 def test_models_with_marks_run_as_they_are():
-    import torch
-
     sequential = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     marked = ours._IR.PipeSequential.from_sequential(sequential)
     x = torch.ones(1, 2)
