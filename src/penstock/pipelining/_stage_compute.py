@@ -208,11 +208,11 @@ class StageCompute(StageEdges):
         )
         return result
 
-    def _full_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, None]:
+    def _full_backward(self, beginning: dict[str, Any], *, of_any_size: bool = False) -> tuple[Gradients, None]:
         inputs = beginning["input_values"]
         self._watch_gradients()
         try:
-            roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size=False)
+            roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size)
             if roots:
                 accumulate(roots, gradients)
         except Exception as error:
@@ -224,7 +224,7 @@ class StageCompute(StageEdges):
         inputs = beginning["input_values"]
         wanted = [one for one in inputs if _needs_gradient(one)]
         if not self._parallel.divisible or not all(one.is_leaf for one in wanted):
-            return self._full_backward(beginning)[0], [{_LEFT: _nothing}]
+            return self._full_backward(beginning, of_any_size=True)[0], [{_LEFT: _nothing}]
         self._watch_gradients()
         try:
             roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size=True)
@@ -321,7 +321,7 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return [*flatten_args(args), *flatten_args(kwargs)]
 
 
-def _roots(outputs: Any, gradients: Any, *, of_any_size: bool) -> tuple[list[Any], list[torch.Tensor]]:
+def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], list[torch.Tensor]]:
     """Where a backward begins, and with what. A loss begins with ones; ``of_any_size`` allows more than one number.
 
     An output without a gradient is one that the next stage has no use for.
