@@ -4,6 +4,7 @@ What differs on purpose is listed below, with a reason; what is listed and does 
 """
 
 import ast
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -132,12 +133,25 @@ def members(statement: ast.ClassDef) -> list[str]:
     return [name for inner in statement.body for name in targets(inner) if name not in ("__slots__", "__init__")]
 
 
+def bases(kind: type) -> set[str]:
+    """The names of what a class is derived from."""
+    return {base.__name__ for base in kind.__mro__[1:]}
+
+
+def form(kind: type) -> tuple[frozenset[str], list[tuple[str, bool, bool]]]:
+    """What a derived class has to write, and the fields of a dataclass."""
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return getattr(kind, "__abstractmethods__", frozenset()), [(each.name, each.init, each.compare) for each in fields]
+
+
 def class_differences(name: str, statement: ast.ClassDef, theirs: type, mine: type) -> list[str]:
     if issubclass(theirs, enum.Enum):
         values = [{one.name: one.value for one in each} for each in (theirs, mine)]
         if values[0] != values[1]:
             return [name]
     found = []
+    if form(theirs) != form(mine) or not bases(theirs) <= bases(mine):
+        found.append(name)
     for member in members(statement):
         one = inspect.getattr_static(theirs, member)
         other = inspect.getattr_static(mine, member, None)
@@ -166,6 +180,8 @@ def differences(module: str) -> list[str]:
             continue
         one, other = getattr(theirs, name), getattr(mine, name)
         if callable(one) and parameters(one) != parameters(other):
+            found.append(dotted)
+        if isinstance(one, (enum.Enum, int, str, bool)) and str(one) != str(other):
             found.append(dotted)
         if isinstance(statement, ast.ClassDef):
             found += class_differences(dotted, statement, one, other)
