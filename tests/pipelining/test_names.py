@@ -138,10 +138,13 @@ def bases(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__[1:]}
 
 
-def form(kind: type) -> tuple[frozenset[str], list[tuple[str, bool, bool]]]:
-    """What a derived class has to write, and the fields of a dataclass."""
-    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-    return getattr(kind, "__abstractmethods__", frozenset()), [(each.name, each.init, each.compare) for each in fields]
+def abstract(kind: type) -> frozenset[str]:
+    """What a derived class has to write."""
+    return getattr(kind, "__abstractmethods__", frozenset())
+
+
+def fields(kind: type) -> list[tuple[str, bool, bool]]:
+    return [(each.name, each.init, each.compare) for each in dataclasses.fields(kind)]
 
 
 def class_differences(name: str, statement: ast.ClassDef, theirs: type, mine: type) -> list[str]:
@@ -150,7 +153,9 @@ def class_differences(name: str, statement: ast.ClassDef, theirs: type, mine: ty
         if values[0] != values[1]:
             return [name]
     found = []
-    if form(theirs) != form(mine) or not bases(theirs) <= bases(mine):
+    if abstract(theirs) != abstract(mine) or not bases(theirs) <= bases(mine):
+        found.append(name)
+    if dataclasses.is_dataclass(theirs) and fields(theirs) != fields(mine):
         found.append(name)
     for member in members(statement):
         one = inspect.getattr_static(theirs, member)
@@ -181,7 +186,7 @@ def differences(module: str) -> list[str]:
         one, other = getattr(theirs, name), getattr(mine, name)
         if callable(one) and parameters(one) != parameters(other):
             found.append(dotted)
-        if isinstance(one, (enum.Enum, int, str, bool)) and str(one) != str(other):
+        if isinstance(one, (enum.Enum, int, str)) and getattr(one, "value", one) != getattr(other, "value", other):
             found.append(dotted)
         if isinstance(statement, ast.ClassDef):
             found += class_differences(dotted, statement, one, other)
