@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.errors import ScheduleError
-from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD, SEND_B, SEND_F
+from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD
 from penstock.pipelining._schedule_actions import _get_profiler_function_name
 from penstock.pipelining._schedule_engine import (
     Calls,
@@ -24,8 +23,7 @@ from penstock.pipelining._schedule_engine import (
     send_backward,
     send_forward,
 )
-from penstock.pipelining._schedule_rows import as_schedule
-from penstock.runtime.program import releases
+from penstock.pipelining._schedule_sends import ends_of_sends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -90,14 +88,16 @@ def of_order(
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
     """
     customs = customs or {}
-    row = list(rows[rank])
+    row = rows[rank]
     maker = Maker(stages, microbatches, calls, trains=trains)
-    ended, left = _ended_sends(rows, rank, row, trains=trains)
+    ended, left = ends_of_sends(rows, rank)
     lines: list[Line] = []
     scaled: list[Any] = []
     done: Counter[int] = Counter()
     for place, action in enumerate(row):
         kind, label = action.computation_type, _get_profiler_function_name(action)
+        if place in ended:
+            lines.append(Line(ending(ended[place]), label, place))
         if kind in customs:
             lines.append(Line(custom(customs[kind], action), label, place))
         else:
@@ -109,38 +109,9 @@ def of_order(
                 if done[leaf.stage_index] == microbatches:
                     lines.append(Line(scaling(stages[leaf.stage_index], microbatches), label, place))
                     scaled.append(stages[leaf.stage_index])
-        if place in ended:
-            lines.append(Line(ending(ended[place]), label, place))
     if left:
         lines.append(Line(ending(left), None, len(row) - 1))
     return Program(lines, scaled)
-
-
-def _ended_sends(
-    rows: Mapping[int, Sequence[_Action]], rank: int, row: Sequence[_Action], *, trains: bool
-) -> tuple[dict[int, list[int]], list[int]]:
-    """After which places which sends have certainly ended, by their places in the row; and those that none tells of.
-
-    An order that is no whole schedule, which custom functions may well have, tells nothing; nor does an evaluation.
-    """
-    sends = [place for place, action in enumerate(row) if action.computation_type in (SEND_F, SEND_B)]
-    if not trains:
-        return {}, sends
-    try:
-        schedule = as_schedule(rows)
-        released, _ = releases(schedule, sorted(rows).index(rank))
-    except (ScheduleError, LookupError):
-        return {}, sends
-    places = {_tag(row[place], schedule.microbatches): place for place in sends}
-    ended = {place: [places[tag] for tag in tags if tag in places] for place, tags in released.items()}
-    told = {place for here in ended.values() for place in here}
-    return ended, [place for place in sends if place not in told]
-
-
-def _tag(send: _Action, microbatches: int) -> int:
-    """The number of a message, as ``releases`` counts them."""
-    key = send.stage_index * microbatches + (send.microbatch_index or 0)
-    return 2 * key if send.computation_type is SEND_F else 2 * (key - microbatches) + 1
 
 
 #: How many sends of a chain of stages are under way at most: enough for transfers to overlap with computation.

@@ -86,7 +86,7 @@ def compiled(
     """
     rank_of = schedule.placement.rank_of
     row = [action for action in schedule.actions[rank] if action is not None]
-    released, left = releases(schedule, rank)
+    released, left = _releases(schedule, rank)
     lines = []
     for position, action in enumerate(row):
         operation = operation_of(action)
@@ -157,7 +157,7 @@ def _ending(tags: Sequence[int], progress: Progress) -> Operation:
     return ending
 
 
-def releases(schedule: Schedule, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _releases(schedule: Schedule, rank: int) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """When a rank can be sure that its sends have ended, so that waiting for them takes no time.
 
     A message from a peer was sent after all that stands ahead of it in the peer's row. Once the rank has used the
