@@ -61,23 +61,6 @@ DIFFERENT = {
 ELSEWHERE = {
     "_IR": ["PipeInfo", "_PipelineStage", "_null_coalesce_accumulate", "_outline_submodules", "stage_backward"],
     "_schedule_visualizer": ["PipelineStage", "_Action"],
-    "stage": [
-        "PipeInfo",
-        "_DTensorMeta",
-        "_StageBackwardMeta",
-        "_StageForwardMeta",
-        "_TensorMeta",
-        "_autograd_grad_for_inputs",
-        "_make_tensor_from_meta",
-        "extract_tensor_meta",
-        "flatten_args",
-        "map_debug_info",
-        "stage_backward",
-        "stage_backward_input",
-        "stage_backward_weight",
-        "to_local_if_dtensor",
-        "validate_tensors_metadata",
-    ],
 }
 
 

@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist  # noqa: TC002 - a test of a program that has stages may patch what is in it
 
+from penstock.pipelining._backward import (
+    _autograd_grad_for_inputs,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._stage_base import _PipelineStageBase
 from penstock.pipelining._stage_inference import StageInference, with_gradients
 from penstock.pipelining._stage_traced import _PipelineStage, build_stage
@@ -20,14 +27,24 @@ from penstock.pipelining._stage_transfers import _normalize_model_output_as_tupl
 from penstock.pipelining._utils import (
     GetMeshCallback,
     InferenceMode,
+    PipeInfo,
     PipeliningMetadataError,
     TensorMeta,
     _derive_grad_metas,
+    _DTensorMeta,
+    _make_tensor_from_meta,
     _MeshCache,
+    _StageBackwardMeta,
+    _StageForwardMeta,
     _StageMeta,
+    _TensorMeta,
+    extract_tensor_meta,
     extract_tensor_metas,
+    flatten_args,
+    to_local_if_dtensor,
     validate_and_normalize_to_tuple,
     validate_static_arg_grad_correspondence,
+    validate_tensors_metadata,
 )
 
 if TYPE_CHECKING:
@@ -36,15 +53,29 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from penstock.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
-
+# Programs with stages of their own take from here what these are made of, too.
 __all__ = [
+    "PipeInfo",
     "PipelineStage",
+    "_DTensorMeta",
     "_PipelineStage",
     "_PipelineStageBase",
     "_RecvInfo",
+    "_StageBackwardMeta",
+    "_StageForwardMeta",
+    "_TensorMeta",
+    "_autograd_grad_for_inputs",
+    "_make_tensor_from_meta",
     "_normalize_model_output_as_tuple",
     "build_stage",
+    "extract_tensor_meta",
+    "flatten_args",
+    "map_debug_info",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+    "to_local_if_dtensor",
+    "validate_tensors_metadata",
 ]
 
 logger = logging.getLogger(__name__)
