@@ -25,7 +25,8 @@ def _format_pipeline_order(
     """A line per step and a column per rank; one step may be pointed at.
 
     >>> from penstock.pipelining._schedule_actions import _Action
-    >>> print(_format_pipeline_order({0: [_Action.from_str("0F0"), None], 1: [None, _Action.from_str("1F0")]}), end="")
+    >>> order = {0: [_Action.from_str("0F0"), None], 1: [None, _Action.from_str("1F0")]}
+    >>> print("\\n".join(map(str.rstrip, _format_pipeline_order(order).splitlines())))
             Rank 0 Rank 1
     Step 0: 0F0
     Step 1:        1F0
