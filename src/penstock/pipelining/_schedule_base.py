@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from penstock.pipelining._schedule_engine import Step
 from penstock.pipelining._schedule_passes import OrderError
@@ -72,8 +73,9 @@ class _PipelineSchedule(ABC):
     ) -> None:
         """The loss of a microbatch, if the stage is the last and there is a loss function."""
         if stage.is_last and self._loss_fn is not None:
-            target = target_mbs[mb_index]  # type: ignore[index]  # upstream's TypeError for a target that is not given
-            loss = self._compute_loss(output, target, loss_kwargs)
+            if target_mbs is None:
+                raise TypeError("there is a loss function, but no target: give target= on the rank of the last stage")
+            loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
             self._loss_places[mb_index] = len(self._internal_losses)
             self._internal_losses.append(loss)
 
@@ -118,7 +120,8 @@ class _PipelineSchedule(ABC):
             p2p_done: whether neighbours are connected already.
         """
         if all(hasattr(stage, "_warmup_forward_vote") for stage in stages):
-            self._agree_on_shapes(stages, has_backward)
+            agree = _take_given_shapes if _nobody_answers(stages) else self._agree_on_shapes
+            agree(stages, has_backward)
         elif not p2p_done:
             messages = [message for stage in stages for message in stage._get_init_p2p_neighbors_ops()]
             names = replaceable()
@@ -342,6 +345,31 @@ class _PipelineSchedule(ABC):
     def _tell_failure(self, place: int) -> None:
         """Log where a step has failed."""
         logger.error("%s failed at operation %s of its program", type(self).__name__, place)
+
+
+def _nobody_answers(stages: list[Any]) -> bool:
+    """Whether a neighbour is on another rank of a fake group, through which nothing comes."""
+    return any(
+        dist.get_backend(stage.group) == "fake"
+        and not all(stage._is_same_rank(other) for other in _neighbours(stage.stage_index, stage.num_stages))
+        for stage in stages
+    )
+
+
+def _neighbours(stage: int, stages: int) -> list[int]:
+    return [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
+
+
+def _take_given_shapes(stages: list[Any], has_backward: bool) -> None:
+    """What ranks that cannot talk do instead of agreeing."""
+    for stage in stages:
+        if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+            raise RuntimeError(
+                f"stage {stage.stage_index} does not know its shapes, and no neighbour can tell it through a fake "
+                "process group; pass input_args and output_args (and for DTensors input_grads and output_grads) to "
+                "PipelineStage"
+            )
+        stage._inference_mode = InferenceMode.STATIC
 
 
 def _multiply_gradients(stages: Sequence[Any], factor: int) -> None:
