@@ -26,10 +26,8 @@ def _format_pipeline_order(
 
     >>> from penstock.pipelining._schedule_actions import _Action
     >>> order = {0: [_Action.from_str("0F0"), None], 1: [None, _Action.from_str("1F0")]}
-    >>> print("\\n".join(map(str.rstrip, _format_pipeline_order(order).splitlines())))
-            Rank 0 Rank 1
-    Step 0: 0F0
-    Step 1:        1F0
+    >>> [line.rstrip() for line in _format_pipeline_order(order).splitlines()]
+    ['        Rank 0 Rank 1', 'Step 0: 0F0', 'Step 1:        1F0']
     """
     rows = [
         ["" if action is None else str(action) for action in pipeline_order[rank]] for rank in sorted(pipeline_order)
