@@ -265,12 +265,11 @@ class _PipelineSchedule(ABC):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[list[Any] | None, list[Any] | None, list[Any] | None]:
         """The microbatches of what ``step`` is given."""
-        if any(name in kwargs for name in _SPLIT):
-            if args or target is not None or not kwargs.keys() <= set(_SPLIT):
-                raise ValueError(
-                    f"{', '.join(_SPLIT)} are a whole batch: give no other arguments and no target= beside"
-                )
-            return kwargs.get("arg_mbs"), kwargs.get("kwarg_mbs"), kwargs.get("target_mbs")
+        split = {name: kwargs.get(name) for name in _SPLIT}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _SPLIT}
+        if any(value is not None for value in split.values()):
+            _check_split(split, args, kwargs, target)
+            return split["arg_mbs"], split["kwarg_mbs"], split["target_mbs"]
         arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
         if target is None:
             return arg_mbs, kwarg_mbs, None
@@ -345,6 +344,23 @@ class _PipelineSchedule(ABC):
     def _tell_failure(self, place: int) -> None:
         """Log where a step has failed."""
         logger.error("%s failed at operation %s of its program", type(self).__name__, place)
+
+
+def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+    """Microbatches are all that a step is given, and of the form in which a stage is called with them."""
+    if args:
+        raise ValueError(f"{len(args)} arguments are not split; pass pre-split positional inputs through arg_mbs")
+    if kwargs:
+        raise ValueError(f"Unexpected keyword arguments with pre-split inputs: {', '.join(kwargs)}; use kwarg_mbs")
+    if target is not None:
+        raise ValueError("target is not split; pass pre-split targets through target_mbs")
+    for name, kind in (("arg_mbs", tuple), ("kwarg_mbs", dict)):
+        for index, value in enumerate(split[name] if isinstance(split[name], list) else ()):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name} must be a list of {kind.__name__}s, but that of microbatch {index} is a "
+                    f"{type(value).__qualname__}"
+                )
 
 
 def _nobody_answers(stages: list[Any]) -> bool:
