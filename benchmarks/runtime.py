@@ -10,23 +10,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from runtime_parts import memory, overhead, splitting, steps
 
-PARTS = {"a": overhead.report, "b": steps.report, "c": splitting.report, "d": memory.report}
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from runtime_parts.report import Report
+
+PARTS: dict[str, Callable[..., Report]] = {
+    "a": overhead.report,
+    "b": steps.report,
+    "c": splitting.report,
+    "d": memory.report,
+}
 
 
-def main() -> None:
+def main(parts: dict[str, Callable[..., Report]] = PARTS, description: str | None = __doc__) -> None:
     """Print the tables and every goal; exit with 1 if one is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and schedules")
-    parser.add_argument("--only", choices=PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--only", choices=parts, action="append", help="only this part; may be repeated")
     parser.add_argument("--json", action="store_true", help="for machines")
     arguments = parser.parse_args()
     reports = []
-    for name in arguments.only or PARTS:
-        reports.append(PARTS[name](repeats=arguments.repeats, quick=arguments.quick))
+    for name in arguments.only or parts:
+        reports.append(parts[name](repeats=arguments.repeats, quick=arguments.quick))
         if not arguments.json:
             print(reports[-1], end="\n\n", flush=True)
     goals = [goal for report in reports for goal in report.goals]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining import PipelineStage, schedules
 
 import penstock as ps
+from penstock.pipelining import PipelineStage as OurStage
+from penstock.pipelining import schedules as our_schedules
 from penstock.runtime import Pipeline
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
 from runtime_parts.models import Model, loss_function
@@ -91,18 +93,25 @@ class Contestant:
         """Let go of connections and threads."""
 
 
+#: How a contestant is made.
+Kind = Callable[[Case], Contestant]
+
+
 class Torch(Contestant):
     """The schedules of torch.distributed.pipelining."""
+
+    stage = PipelineStage
+    schedules = schedules
 
     def __init__(self, case: Case) -> None:
         rank_of = case.compute.placement.rank_of
         self.modules = case.modules
         self.losses: list[torch.Tensor] = []
         stages = [
-            PipelineStage(module, index, len(rank_of), torch.device("cpu")) for index, module in self.modules.items()
+            self.stage(module, index, len(rank_of), torch.device("cpu")) for index, module in self.modules.items()
         ]
-        kind = get_schedule_class(case.schedule)
-        single = issubclass(kind, PipelineScheduleSingle)
+        kind = self.schedules.get_schedule_class(case.schedule)
+        single = issubclass(kind, self.schedules.PipelineScheduleSingle)
         self.schedule = kind(stages[0] if single else stages, case.microbatches, loss_fn=loss_function)
         x, target = case.batch
         self.arguments = (x,) if 0 in self.modules else ()
@@ -112,6 +121,13 @@ class Torch(Contestant):
         """As its users call it."""
         self.losses = []
         self.schedule.step(*self.arguments, target=self.target, losses=self.losses)
+
+
+class DropIn(Torch):
+    """The same program with the imports changed: penstock.pipelining."""
+
+    stage = OurStage
+    schedules = our_schedules
 
 
 class Penstock(Contestant):

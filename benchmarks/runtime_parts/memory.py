@@ -17,13 +17,16 @@ from torch.nn import functional
 import penstock as ps
 from penstock.runtime.split_backward import SplitBackward
 from runtime_parts.allocations import Block, Trace, between, freed, level, mark, peak, traced
-from runtime_parts.contestants import SCHEDULES, SINGLE, Case, Contestant, Loop, Penstock, Torch, clear
+from runtime_parts.contestants import SCHEDULES, SINGLE, Case, Contestant, Kind, Loop, Penstock, Torch, clear
 from runtime_parts.models import Model, linear, transformer
 from runtime_parts.processes import on_ranks
 from runtime_parts.report import Goal, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    #: Runs F, I and W of a stage, with the marks F and I between them.
+    Way = Callable[[nn.Module, torch.Tensor], None]
 
 RANKS = 2
 FEW, MANY = 8, 32
@@ -32,7 +35,7 @@ FREED_AFTER_INPUT = 0.35
 STEPS = 4
 #: No goal for their peak: the activations of all microbatches, or next to none, are what there is to hold.
 HOLDING_ALL = (*SINGLE, "LoopedBFS")
-CONTESTANTS: dict[str, Callable[[Case], Contestant]] = {"torch": Torch, "loop": Loop, "ours": Penstock}
+CONTESTANTS: dict[str, Kind] = {"torch": Torch, "loop": Loop, "ours": Penstock}
 #: A size that no other tensor of the model has.
 MARKED = 1009
 RECEIVED = "received "
@@ -75,11 +78,11 @@ class Left(NamedTuple):
 Found = dict[tuple[str, str, str], Any]
 
 
-def report(*, repeats: int, quick: bool) -> Report:  # noqa: ARG001
+def report(*, repeats: int, quick: bool, ours: Kind = Penstock, our_halves: Way | None = None) -> Report:  # noqa: ARG001
     """Peaks, buffers, live activations and leftovers: torch's, the loop's, ours."""
     schedules = ("1F1B", "ZBVZeroBubble") if quick else SCHEDULES
-    found = on_ranks(RANKS, measure, schedules)
-    (halves,) = on_ranks(1, measure_halves)
+    found = on_ranks(RANKS, measure, schedules, ours)
+    (halves,) = on_ranks(1, measure_halves, our_halves or _our_halves)
     made = Report(
         "d",
         f"memory, {RANKS} ranks",
@@ -101,13 +104,13 @@ def report(*, repeats: int, quick: bool) -> Report:  # noqa: ARG001
     return made
 
 
-def measure(rank: int, tell: Callable[[str], None], schedules: tuple[str, ...]) -> Found:
+def measure(rank: int, tell: Callable[[str], None], schedules: tuple[str, ...], ours: Kind) -> Found:
     """On one rank."""
     found: Found = {}
     blocks = transformer(4, 64, 2, 64)
     for name in schedules:
         tell(f"(d) {name}")
-        for who, kind in CONTESTANTS.items():
+        for who, kind in (CONTESTANTS | {"ours": ours}).items():
             for model, of in ((blocks, "blocks"), (linear(64, 32), "linear")):
                 found[name, who, of] = held(kind, Case(name, MANY, model, rank))
             found[name, who, "few"] = held(kind, Case(name, FEW, linear(64, 32), rank))
@@ -211,12 +214,12 @@ def tensors() -> int:
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
-def measure_halves(_rank: int, tell: Callable[[str], None]) -> dict[str, tuple[int, int, int]]:
+def measure_halves(_rank: int, tell: Callable[[str], None], ours: Way) -> dict[str, tuple[int, int, int]]:
     """Bytes that a stage holds after F, those of them that I gives back, and bytes held after I; torch's and ours."""
     tell("(d) what I gives back")
     stage = transformer(2, 64, 4, 128).stage(0, 1)
     x = torch.randn(4, 128, 64)
-    return {name: _halves_of(way, stage, x) for name, way in (("torch", _torch_halves), ("ours", _our_halves))}
+    return {name: _halves_of(way, stage, x) for name, way in (("torch", _torch_halves), ("ours", ours))}
 
 
 def _halves_of(way: Callable[..., None], stage: nn.Module, x: torch.Tensor) -> tuple[int, int, int]:

@@ -58,7 +58,7 @@ class Halves(NamedTuple):
         return self.first + self.second
 
 
-def report(*, repeats: int, quick: bool) -> Report:
+def report(*, repeats: int, quick: bool, halves: dict[str, Callable[[], Way]] | None = None) -> Report:
     """CPU time of I + W over that of a whole backward: torch's, the plain way, ours."""
     sizes = [
         Size(width, blocks, *microbatch)
@@ -67,7 +67,7 @@ def report(*, repeats: int, quick: bool) -> Report:
         for blocks in BLOCKS
         if not quick or (width, blocks) != (256, 48)
     ]
-    (found,) = on_ranks(1, measure, repeats, sizes)
+    (found,) = on_ranks(1, measure, repeats, sizes, halves or {"torch": _torch, "ours": OurHalves})
     made = Report(
         "c",
         f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats}",
@@ -85,7 +85,7 @@ def report(*, repeats: int, quick: bool) -> Report:
 
 
 def measure(
-    _rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size]
+    _rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size], halves: dict[str, Callable[[], Way]]
 ) -> dict[Size, dict[str, list[Halves]]]:
     """In one process."""
     found = {}
@@ -93,7 +93,7 @@ def measure(
         tell(f"(c) {size}")
         stage = transformer(size.blocks, size.width, size.rows, size.length).stage(0, 1)
         x = torch.randn(size.rows, size.length, size.width)
-        ways = {"whole": whole, "torch": torch_halves, "plain": plain, "ours": OurHalves()}
+        ways = {"whole": whole, "plain": plain, **{name: make() for name, make in halves.items()}}
         _same(ways, stage, x)
         count = max(1, int(SHORTEST_TURN / max(1e-4, whole(stage, x, x).backward)))
         turns: dict[str, list[Halves]] = defaultdict(list)
@@ -140,6 +140,10 @@ def torch_halves(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> H
     halfway = thread_time()
     stage_backward_weight(stage.parameters(), groups)
     return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
+
+
+def _torch() -> Way:
+    return torch_halves
 
 
 class OurHalves:

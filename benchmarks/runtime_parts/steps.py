@@ -10,6 +10,7 @@ from runtime_parts.contestants import (
     Alone,
     AloneInHalves,
     Case,
+    Kind,
     Loop,
     Penstock,
     Torch,
@@ -51,12 +52,12 @@ MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES)
 SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES)
 
 
-def report(*, repeats: int, quick: bool) -> Report:
+def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
     """Wall time of a step: torch's, ours, and what the ranks would take if they need not talk."""
     sizes = [SMALL, MIDDLE, SHORT]
     if quick:
         sizes = [size._replace(schedules=("1F1B", "ZBVZeroBubble")) for size in sizes]
-    found = on_ranks(RANKS, measure, repeats, sizes)
+    found = on_ranks(RANKS, measure, repeats, sizes, ours)
     made = Report(
         "b",
         f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats}",
@@ -77,7 +78,7 @@ def report(*, repeats: int, quick: bool) -> Report:
 
 
 def measure(
-    rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size]
+    rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size], ours: Kind
 ) -> dict[tuple[str, str], dict[str, Turns]]:
     """On one rank."""
     found = {}
@@ -85,7 +86,7 @@ def measure(
         for name in size.schedules:
             tell(f"(b) {size.name}, {name}")
             case = Case(name, size.microbatches, size.model, rank)
-            contestants = {"torch": Torch(case), "ours": Penstock(case), "alone": Alone(case)}
+            contestants = {"torch": Torch(case), "ours": ours(case), "alone": Alone(case)}
             if size.width != SMALL.width:
                 contestants["loop"] = Loop(case)
             if name in SPLITTING:

@@ -1,0 +1,80 @@
+"""The two halves of a backward, asked of a PipelineStage as a schedule asks for them."""
+
+from __future__ import annotations
+
+from time import thread_time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
+
+from penstock.pipelining import PipelineStage as OurStage
+from penstock.pipelining._utils import InferenceMode as OurInferenceMode
+from runtime_parts.allocations import mark
+from runtime_parts.splitting import Halves
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class StageHalves:
+    """The stage in the middle of three, which gets its input and its gradient from this rank."""
+
+    def __init__(self, kind: Any, mode: Any) -> None:
+        self.kind, self.mode = kind, mode
+        self.module: nn.Module | None = None
+
+    def prepare(self, module: nn.Module, x: torch.Tensor) -> Any:
+        """A stage of this module that knows its shapes, made once."""
+        if module is not self.module:
+            sample = x.detach().requires_grad_()
+            stage = self.kind(module, 1, 3, torch.device("cpu"), input_args=sample, output_args=module(sample))
+            stage.has_backward, stage._inference_mode = True, self.mode.STATIC
+            stage._prepare_forward_infra(1, None, has_backward=True)
+            stage._prepare_backward_infra(1)
+            self.module, self.stage = module, stage
+        return self.stage
+
+    def __call__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
+        """Of a microbatch."""
+        stage = self.prepare(module, x)
+        stage.clear_runtime_states()
+        stage.set_local_fwd_input(x, 0)
+        begin = thread_time()
+        stage.forward_one_chunk(0, ())
+        forwarded = thread_time()
+        stage.set_local_bwd_input((gradient,), 0)
+        stage.backward_one_chunk(0, full_backward=False)
+        stage.get_local_bwd_output(0)
+        halfway = thread_time()
+        stage.backward_weight_one_chunk(0)
+        return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
+
+
+def of_torch() -> StageHalves:
+    """Torch's stage."""
+    return StageHalves(PipelineStage, InferenceMode)
+
+
+def of_ours() -> StageHalves:
+    """Ours."""
+    return StageHalves(OurStage, OurInferenceMode)
+
+
+#: Prepared in a first run, which does not count.
+_PREPARED = of_ours()
+
+
+def marked(module: nn.Module, x: torch.Tensor) -> None:
+    """F, I and W of our stage, with marks in the trace of allocations."""
+    stage = _PREPARED.prepare(module, x)
+    stage.clear_runtime_states()
+    stage.set_local_fwd_input(x, 0)
+    stage.forward_one_chunk(0, ())
+    mark("F")
+    stage.set_local_bwd_input((x.detach(),), 0)
+    stage.backward_one_chunk(0, full_backward=False)
+    stage.get_local_bwd_output(0)
+    mark("I")
+    stage.backward_weight_one_chunk(0)
