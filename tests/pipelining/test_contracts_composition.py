@@ -55,8 +55,12 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(rank, ranks, name, wrapper, schedules, steps):
-    """Gradients of all replicas are the mean of those of the unsplit model on the batch of each."""
+def train(rank, ranks, name, wrapper, schedules, steps, later=False):
+    """Gradients of all replicas are the mean of those of the unsplit model on the batch of each.
+
+    Args:
+        later: put the wrapped modules into stages that were made with the plain ones, as trainers do.
+    """
     package = Package(name)
     replica, place = mesh().get_coordinate()
     x = [numbers(10 + each, BATCH, WIDTH) for each in range(2)]
@@ -110,6 +114,11 @@ def test_gradients_are_those_of_all_replicas(package, workers, wrapper):
     # In torch, finding shapes has run DDP's hooks, which fails in the second step.
     steps = 1 if wrapper == "ddp" and not package.ours else 2
     workers.run(train, package.name, wrapper, schedules, steps, limit=120)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_modules_become_parallel_after_the_stages(package, workers, wrapper):
+    workers.run(train, package.name, wrapper, ["1F1B", "Interleaved1F1B"], 1, True, limit=120)
 
 
 def unshard(rank, ranks, name):

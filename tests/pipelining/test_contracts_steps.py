@@ -120,6 +120,17 @@ def test_evaluation_without_gradients(package, name, mode):
         schedule.step(x, target=target)
 
 
+def test_evaluation_takes_what_a_step_takes(package):
+    model, (x, target) = layers(1), data()
+    schedule = pipelined(
+        package, "GPipe", model, loss_fn=lambda output, target, weight=1: weight * summed(output, target)
+    )
+    losses, again = [], []
+    assert schedule.eval(x, target=target, losses=losses, return_outputs=False) is None
+    schedule.eval(x, target=target, losses=again, loss_kwargs={"weight": 3})
+    torch.testing.assert_close(sum(again), 3 * sum(losses))
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_what_is_left_after_a_step(package, name):
     model, (x, target) = layers(STAGES[name]), data()
