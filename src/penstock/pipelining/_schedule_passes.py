@@ -14,6 +14,7 @@ from penstock.lowering.reduce_gradients import reduce_gradients
 from penstock.lowering.send_receive import send_receive
 from penstock.lowering.unshard_reshard import unshard_reshard
 from penstock.pipelining._schedule_actions import _Action
+from penstock.pipelining._schedule_receives import in_order_of_sends
 from penstock.pipelining._schedule_rows import as_lowered_rows, as_schedule
 
 if TYPE_CHECKING:
@@ -157,13 +158,13 @@ def lowered_rows(
     *,
     defer: bool,
 ) -> LoweredRows:
-    """All passes that upstream runs over a compute-only order, in its order."""
+    """All passes that upstream runs over a compute-only order, in its order; deferred receives in that of sends."""
     _check_providers(rows, rank_of.__getitem__, stages)
     schedule = as_schedule(rows, rank_of.__getitem__, stages, microbatches)
     schedule = with_transfers(reduce_gradients(unshard_reshard(schedule)))
-    if defer:
-        schedule = defer_receives(schedule)
-    return as_lowered_rows(schedule, sorted(rows))
+    if not defer:
+        return as_lowered_rows(schedule, sorted(rows))
+    return in_order_of_sends(as_lowered_rows(defer_receives(schedule), sorted(rows)), rank_of)
 
 
 def compute_rows_with_transfers(
