@@ -52,11 +52,6 @@ DIFFERENCES = [
         "torch divides .grad by the number of microbatches after every step, also what earlier steps have left there",
     ),
     Difference(
-        ("uneven_microbatches",),
-        TRAINING,
-        "torch receives every microbatch into a buffer of the size of the first",
-    ),
-    Difference(
         ("microbatches_already_split",),
         TRAINING,
         "torch 2.13 has no arg_mbs, kwarg_mbs and target_mbs; later versions have",

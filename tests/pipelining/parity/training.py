@@ -329,7 +329,7 @@ def input_with_gradient(setting: Setting) -> Any:
 
 @scenario
 def uneven_microbatches(setting: Setting) -> Any:
-    """A batch that cannot be split evenly: the first microbatches have a row more."""
+    """A batch that cannot be split evenly: the first microbatches have a row more. All stages are on one rank."""
     setting.rows += setting.microbatches // 2  # before the batch is made
     modules = setting.use(Layer)
     loss_fn = torch.nn.MSELoss(reduction="sum")
