@@ -47,6 +47,7 @@ bench: setup
 	$(BIN)/python benchmarks/lowering.py
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/runtime.py
+	$(BIN)/python benchmarks/dropin.py
 
 format: setup
 	$(BIN)/ruff format .
