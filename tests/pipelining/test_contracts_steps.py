@@ -467,3 +467,62 @@ def test_a_deep_copy_of_a_model_is_not_the_model(package):
     schedule = pipelined(package, "GPipe", model)
     assert schedule._stage.submod is model[0]
     assert copy.deepcopy(model)[0] is not schedule._stage.submod
+
+
+# Scales ---------------------------------------------------------------------------------------------------------------
+
+
+def left_out(package, kind, schedule, stages):
+    """Leave the division of gradients out, in one of the ways in which programs do."""
+    if kind == "function":
+        schedule.register_custom_function(package.schedules.REDUCE_GRAD, lambda action, ctx: None)
+    elif kind == "order":
+        rows = schedule.pipeline_order_with_comms
+        reduce = package.schedules.REDUCE_GRAD
+        rows[0] = [action for action in rows[0] if action.computation_type != reduce]
+    for stage in stages:
+        if kind == "reduction on the object":
+            stage.perform_reduce_grad = lambda factor: None
+        elif kind == "scale on the object":
+            stage.scale_grads = lambda factor: None
+
+
+@pytest.mark.parametrize(
+    "kind", ["function", "order", "reduction on the object", "scale on the object", "scale of the class"]
+)
+def test_gradients_that_a_program_does_not_want_divided(package, kind):
+    """Nothing is divided then, and nothing is made up for: gradients of earlier steps stay as they are."""
+
+    class Stage(package.stage.PipelineStage):
+        if kind == "scale of the class":
+
+            def scale_grads(self, grad_scale_factor):
+                pass
+
+    model, (x, target) = layers(2), data()
+    expected = unsplit(model, x, target, averaged)
+    stages = [Stage(module, i, 2, CPU) for i, module in enumerate(model)]
+    schedule = package.schedules.ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=averaged)
+    left_out(package, kind, schedule, stages)
+    for steps in (1, 2):
+        schedule.step(x, target=target)
+        for name, gradient in gradients(model).items():
+            torch.testing.assert_close(gradient, steps * MICROBATCHES * expected.gradients[name])
+
+
+@pytest.mark.parametrize("rows", ["0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "0F0 0F1 1F0 1F1 1I0 1I1 0I0 1W0 0I1 0W0 0W1 1W1"])
+def test_an_order_of_computations_alone(package, rows):
+    """Taken as it is: without reductions, gradients are not divided."""
+    model, (x, target) = layers(2), data()
+    expected = unsplit(model, x, target)
+    stages = [package.stage.PipelineStage(module, i, 2, CPU) for i, module in enumerate(model)]
+    schedule = package.schedules._PipelineScheduleRuntime(stages, 2, loss_fn=summed)
+    schedule._prepare_schedule_with_comms(package.rows(rows), format="compute_comms")
+    with no_tensors_in_cycles():
+        for _ in range(2):
+            model.zero_grad()
+            losses = []
+            output = schedule.step(x, target=target, losses=losses)
+    torch.testing.assert_close(output, expected.output)
+    torch.testing.assert_close(sum(losses), expected.loss)
+    assert_gradients(model, [0, 1], expected.gradients)

@@ -393,13 +393,22 @@ def _multiply_gradients(stages: Sequence[Any], factor: int) -> None:
     gradients = [
         parameter.grad
         for stage in stages
-        if isinstance(stage.submod, torch.nn.Module)
+        if isinstance(stage.submod, torch.nn.Module) and _divides(stage)
         for parameter in stage.submod.parameters()
         if parameter.grad is not None
     ]
     if gradients:
         with torch.no_grad():
             torch._foreach_mul_(gradients, factor)
+
+
+def _divides(stage: Any) -> bool:
+    """Whether a stage divides the gradients of its module: one that has its own way of it may not."""
+    usual = replaceable()._PipelineStageBase
+    return all(
+        getattr(getattr(stage, name, None), "__func__", None) is getattr(usual, name)
+        for name in ("scale_grads", "perform_reduce_grad")
+    )
 
 
 def _untouched_generators(stages: list[Any]) -> Any:
