@@ -159,6 +159,9 @@ class _PipelineSchedule(ABC):
         if fwd_initialized and not for_backward:
             return fwd_initialized, bwd_initialized
         stages = sorted(stages, key=lambda stage: stage.stage_index)
+        for stage in stages:
+            if hasattr(stage, "_expect"):  # microbatches that differ in their shapes
+                stage._expect(*self._coming)
         if not fwd_initialized:
             self._warmup_p2p(stages, self._has_backward, connected)
         with _untouched_generators(stages):
@@ -170,6 +173,9 @@ class _PipelineSchedule(ABC):
             if hasattr(stage, "_post_metadata_inference_cleanup"):
                 stage._post_metadata_inference_cleanup()
         return True, bwd_initialized or for_backward
+
+    #: What all microbatches of the step that begins are called with.
+    _coming: tuple[list[Any], list[Any]] = ([], [])
 
     def _prepare_forwards(self, stages: list[Any], args: Any, kwargs: Any) -> None:
         passed: Any = None

@@ -147,7 +147,9 @@ class PipelineScheduleMulti(_PipelineSchedule):
     ) -> None:
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first_target = None if target_mbs is None else target_mbs[0]
+        self._coming = arg_mbs, kwarg_mbs
         self._initialize_stages(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
+        self._coming = ([], [])
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         self._run(self._program(), step)
         self._update_losses(self._stages, losses)

@@ -95,7 +95,9 @@ class PipelineScheduleSingle(_PipelineSchedule):
         """A step, by a program that ``make`` makes for training or for evaluation."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first_target = None if target_mbs is None else target_mbs[0]
+        self._coming = arg_mbs, kwarg_mbs
         self._initialize_stage(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
+        self._coming = ([], [])
         trains = self._has_backward
         program = self._kept.program(_NO_ORDER, 0, [self._stage], {}, trains, lambda: make(trains))
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)

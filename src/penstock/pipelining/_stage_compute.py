@@ -56,7 +56,9 @@ class StageCompute(StageEdges):
             args = self._retrieve_recv_activations(fwd_chunk_id)
         kwargs = kwargs or {}
         if self._runtime_validate:
-            self._validate_stage_tensors(f"Stage {self.stage_index} forward inputs", self._stage_meta.inputs, args)
+            self._validate_stage_tensors(
+                f"Stage {self.stage_index} forward inputs", self._metas_of(fwd_chunk_id).inputs, args
+            )
         try:
             output = self.forward_maybe_with_nosync(*args, **kwargs)
         except Exception as error:
@@ -69,7 +71,9 @@ class StageCompute(StageEdges):
         if is_last and save_forward_output:
             self.output_chunks.append(output)
         if self._runtime_validate and not is_last:
-            self._validate_stage_tensors(f"Stage {self.stage_index} forward outputs", self._stage_meta.outputs, outputs)
+            self._validate_stage_tensors(
+                f"Stage {self.stage_index} forward outputs", self._metas_of(fwd_chunk_id).outputs, outputs
+            )
         # Nobody asks again for the outputs of a last stage that nothing can be differentiated of.
         if not is_last or self._has_backward or torch.is_grad_enabled():
             self.fwd_cache[fwd_chunk_id] = outputs, _flat(args, kwargs)
@@ -127,14 +131,14 @@ class StageCompute(StageEdges):
             gradients = self._input_half(bwd_chunk_id, beginning, outputs, last_backward)
         if self._runtime_validate and not self.is_first:
             what = f"Stage {self.stage_index} backward output (input_grads)"
-            self._validate_stage_tensors(what, self._stage_meta.input_grads, gradients)
+            self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
 
     def _output_gradients(self, microbatch: int) -> Gradients:
         gradients = self._retrieve_recv_grads(microbatch)
         if self._runtime_validate:
             what = f"Stage {self.stage_index} backward input (output_grads)"
-            self._validate_stage_tensors(what, self._stage_meta.output_grads, gradients)
+            self._validate_stage_tensors(what, self._metas_of(microbatch).output_grads, gradients)
         return gradients
 
     def _run_or_keep(self, microbatch: int, run: bool) -> None:

@@ -67,7 +67,7 @@ class StageEdges(StageState):
         if fwd_chunk_id not in self.fwd_cache and self.is_last:
             return []
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        metas = self._stage_meta.outputs
+        metas = self._metas_of(fwd_chunk_id).outputs
         layouts = self._output_layouts.of(metas) if metas is not None and len(metas) == len(outputs) else None
         ops = []
         for index, output in enumerate(outputs):
@@ -119,7 +119,7 @@ class StageEdges(StageState):
 
     def _sendable_gradient(self, gradient: torch.Tensor | None, index: int, microbatch: int) -> torch.Tensor | None:
         """What goes over the wire: zeros for an input that nothing depends on; None if nothing is waited for."""
-        layout = self._gradient_layout(index)
+        layout = self._gradient_layout(index, microbatch)
         if layout is None:
             if gradient is None:
                 return None
@@ -136,8 +136,8 @@ class StageEdges(StageState):
             return gradient
         return layout.arranged(gradient, f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}")
 
-    def _gradient_layout(self, index: int) -> Layout | None:
-        metas = self._stage_meta.input_grads
+    def _gradient_layout(self, index: int, microbatch: int) -> Layout | None:
+        metas = self._metas_of(microbatch).input_grads
         if metas is None or index >= len(metas):
             metas = (None,) * index + (self._get_grad_send_meta(index),)
         return self._gradient_layouts.of(metas)[index]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from penstock.pipelining._backward import _autograd_grad_for_inputs
 from penstock.pipelining._stage_base import _PipelineStageBase
-from penstock.pipelining._stage_wire import from_tensors, to_tensors
+from penstock.pipelining._stage_wire import ForwardMetaOfKinds, from_tensors, to_tensors
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -31,6 +31,7 @@ from penstock.pipelining._utils import (
     validate_and_normalize_to_tuple,
     validate_tensors_metadata,
 )
+from penstock.runtime.shapes import kinds_of
 from penstock.runtime.untouched import untouched
 
 if TYPE_CHECKING:
@@ -42,9 +43,14 @@ class StageInference(_PipelineStageBase):
 
     _user_meta: _StageMeta
     _inference_mode: InferenceMode | None = None
+    _coming: tuple[list[Any], list[Any]] = ([], [])
     _fwd_outputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_inputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_kwargs_tensors_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
+
+    def _expect(self, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> None:
+        """Be told, before stages are prepared, what all microbatches are called with: they may differ in shapes."""
+        self._coming = arg_mbs, kwarg_mbs
 
     def _is_same_rank(self, other_stage: int) -> bool:
         return self.stage_index_to_group_rank[other_stage] == self.group_rank
@@ -56,7 +62,8 @@ class StageInference(_PipelineStageBase):
             has_backward: whether gradients are needed.
             received_acc: what a stage before on the same rank has told.
         """
-        vote = int(not InferenceMode.needs_dynamic(self._user_meta, has_backward))
+        uneven = self.is_first and len(set(kinds_of(*self._coming)[0])) > 1
+        vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
         votes = torch.tensor([vote], dtype=torch.int32, device=self.device)
         if not self.is_first:
             votes = votes * self._told(received_acc, self.stage_index - 1)
@@ -113,13 +120,14 @@ class StageInference(_PipelineStageBase):
         Returns:
             What the next stage is to be told; None if it has been, on another rank.
         """
-        inputs = self._inference_inputs(args)
-        keywords = {
-            key: self._to_tensor(value) if isinstance(value, torch.Tensor) else value
-            for key, value in (kwargs or {}).items()
-        }
+        inputs, further = self._inference_inputs(args)
+        keywords = self._inference_keywords(kwargs)
         outputs = self._dry_run(inputs, keywords, has_backward)
         self._stage_meta.outputs = extract_tensor_metas(outputs)
+        self._other_metas = tuple(
+            _StageMeta(extract_tensor_metas(other), extract_tensor_metas(self._dry_run(other, keywords, has_backward)))
+            for other, keywords in further
+        )
         # Only how gradients are distributed cannot be known without making them.
         distributed = has_backward and self._stage_meta.has_dtensors()
         self._fwd_outputs_for_bwd_meta = outputs if distributed else ()
@@ -129,13 +137,27 @@ class StageInference(_PipelineStageBase):
         if self._stage_meta.outputs is None:
             raise PipeliningMetadataError(f"stage {self.stage_index} returned None, where the next stage needs tensors")
         told = _StageForwardMeta(self._stage_meta.outputs)
+        if self._kinds:
+            others = tuple(metas.outputs or () for metas in self._other_metas)
+            told = ForwardMetaOfKinds(self._stage_meta.outputs, self._kinds, others)
         if self.is_last or self._is_same_rank(self.stage_index + 1):
             return told
         self._send_meta(told, self.stage_index + 1)
         return None
 
-    def _inference_inputs(self, args: tuple[torch.Tensor, ...] | _StageForwardMeta | None) -> tuple[torch.Tensor, ...]:
-        """What to run the stage with: real arguments, or zeros that look like what will come."""
+    def _inference_keywords(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            key: self._to_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in (kwargs or {}).items()
+        }
+
+    def _inference_inputs(
+        self, args: tuple[torch.Tensor, ...] | _StageForwardMeta | None
+    ) -> tuple[tuple[torch.Tensor, ...], list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
+        """What to run the stage with: real arguments, or zeros that look like what will come.
+
+        Where microbatches differ in their shapes, also one of every further kind, with its arguments by keyword.
+        """
         if self.is_first:
             if args is None or isinstance(args, _StageForwardMeta):
                 raise PipeliningMetadataError(
@@ -145,7 +167,10 @@ class StageInference(_PipelineStageBase):
             tensors = validate_and_normalize_to_tuple(args) or ()
             self._stage_meta.inputs = extract_tensor_metas(tensors)
             self._mesh_cache.update_from_tensors(tensors)
-            return tuple(map(self._to_tensor, tensors))
+            kinds = kinds_of(*self._coming)[0]
+            self._kinds = kinds if len(set(kinds)) > 1 else ()
+            called = [self._coming[0][microbatch] for microbatch in self._firsts()]
+            return self._leaves(tensors), [self._call(one) for one in zip(called, self._firsts(), strict=True)]
         told = args if self._is_same_rank(self.stage_index - 1) else self._recv_meta(self.stage_index - 1)
         if not isinstance(told, _StageForwardMeta):
             raise PipeliningMetadataError(
@@ -153,7 +178,24 @@ class StageInference(_PipelineStageBase):
                 "out of it is needed"
             )
         self._stage_meta.inputs = told.forward_metas
-        return tuple(_zeroed(self._to_tensor(meta)) for meta in told.forward_metas)
+        self._kinds, others = (told.kinds, told.others) if isinstance(told, ForwardMetaOfKinds) else ((), ())
+        further = [self._call(one) for one in zip(others, self._firsts(), strict=True)]
+        return self._leaves(told.forward_metas), further
+
+    def _firsts(self) -> list[int]:
+        """The first microbatch of every kind but the first."""
+        return [self._kinds.index(kind) for kind in sorted(set(self._kinds) - {0})]
+
+    def _call(self, one: tuple[Any, int]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        values, microbatch = one
+        kwargs = self._coming[1][microbatch] if self._coming[1] else {}
+        return self._leaves(validate_and_normalize_to_tuple(values) if self.is_first else values), (
+            self._inference_keywords(kwargs)
+        )
+
+    def _leaves(self, values: Any) -> tuple[torch.Tensor, ...]:
+        """Arguments for a run: real ones as they are, described ones as zeros."""
+        return tuple(self._to_tensor(one) if self.is_first else _zeroed(self._to_tensor(one)) for one in values)
 
     def _dry_run(
         self, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any], has_backward: bool
@@ -218,6 +260,9 @@ class StageInference(_PipelineStageBase):
                     for gradient, derived in zip(found, input_grads, strict=True)
                 )
         self._stage_meta.input_grads = input_grads
+        for other in self._other_metas:
+            other.input_grads = _like(input_grads, other.inputs)
+            other.output_grads = _like(self._stage_meta.output_grads, other.outputs)
         told = _StageBackwardMeta(input_grads)
         if self.is_first or self._is_same_rank(self.stage_index - 1):
             return told
@@ -293,6 +338,7 @@ class StageInference(_PipelineStageBase):
     def _post_metadata_inference_cleanup(self) -> None:
         """Leave no trace of the run: neither its graph nor parameters that were brought together for it."""
         self._forget_dry_run()
+        self._coming = ([], [])
         self._parallel.after_dry_run()
 
     def _validate_inferred_metadata(self) -> None:
@@ -318,6 +364,20 @@ def with_gradients(metas: Sequence[TensorMeta] | None) -> tuple[TensorMeta, ...]
     if metas is None or any(meta.requires_grad or isinstance(meta, _DTensorMeta) for meta in metas):
         return None if metas is None else tuple(metas)
     return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex) for meta in metas)
+
+
+def _like(
+    gradients: tuple[TensorMeta | None, ...] | None, tensors: tuple[TensorMeta, ...] | None
+) -> tuple[TensorMeta | None, ...] | None:
+    """The gradients of the tensors of another kind of microbatch: None where the first kind has none."""
+    if gradients is None or tensors is None:
+        return None
+    derived = _derive_grad_metas(tuple(replace(one, requires_grad=True) for one in tensors))
+    if any(one is not None and other is None for one, other in zip(gradients, derived, strict=True)):
+        raise PipeliningMetadataError(
+            "microbatches with DTensors differ in their shapes; make the batch a multiple of the number of microbatches"
+        )
+    return tuple(None if one is None else other for one, other in zip(gradients, derived, strict=True))
 
 
 def _zeroed(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,10 @@ class StageState:
     _submodule: tuple[Any, type] = (None, type(None))
     _parallel_of_submodule: Parallel = NotShared()
     _has_backward = False
+    #: Which kind each microbatch is of, if there are several: those of one kind have equal shapes.
+    _kinds: tuple[int, ...] = ()
+    #: What is known of kinds other than the first.
+    _other_metas: tuple[_StageMeta, ...] = ()
 
     def __init__(
         self,
@@ -126,6 +130,11 @@ class StageState:
             self._submodule = self.submod, type(self.submod)
             self._parallel_of_submodule = parallel_of(self.submod)
         return self._parallel_of_submodule
+
+    def _metas_of(self, microbatch: int) -> _StageMeta:
+        """What the tensors of a microbatch look like."""
+        kind = self._kinds[microbatch] if self._kinds else 0
+        return self._other_metas[kind - 1] if kind else self._stage_meta
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         if self.chunks is None:

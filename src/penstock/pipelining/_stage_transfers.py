@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _P2POp = dist.P2POp
+_REMEMBERED = 16
 
 
 def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
@@ -135,20 +136,23 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """The layouts of a tuple of descriptions, found when it is another one."""
+    """The layouts of tuples of descriptions, found when a tuple is seen for the first time."""
 
-    __slots__ = ("_layouts", "_metas")
+    __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        self._metas: object = ()
-        self._layouts: tuple[Layout | None, ...] = ()
+        self._known: dict[int, tuple[object, tuple[Layout | None, ...]]] = {}
 
     def of(self, metas: tuple[TensorMeta | None, ...]) -> tuple[Layout | None, ...]:
         """The layout of each; None where there is no description."""
-        if metas is not self._metas:
-            self._layouts = tuple(None if meta is None else Layout.of(meta) for meta in metas)
-            self._metas = metas
-        return self._layouts
+        known = self._known.get(id(metas))
+        if known is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            # With the tuple itself, so that no other one can have its id.
+            known = metas, tuple(None if meta is None else Layout.of(meta) for meta in metas)
+            self._known[id(metas)] = known
+        return known[1]
 
 
 class Peers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,6 +26,20 @@ if TYPE_CHECKING:
     from torch.distributed._mesh_layout import _MeshLayout
     from torch.distributed.tensor.placement_types import Placement
 
+
+@dataclass(frozen=True, slots=True)
+class ForwardMetaOfKinds(_StageForwardMeta):
+    """What a stage tells the next one where microbatches differ in their shapes.
+
+    Attributes:
+        kinds: which kind each microbatch is of.
+        others: the outputs for kinds other than the first.
+    """
+
+    kinds: tuple[int, ...] = ()
+    others: tuple[tuple[TensorMeta, ...], ...] = ()
+
+
 Message = _StageForwardMeta | _StageBackwardMeta
 _FORWARD: Final = "forward"
 _BACKWARD: Final = "backward"
@@ -40,7 +55,9 @@ def to_tensors(message: Any) -> list[torch.Tensor]:
     True
     """
     if isinstance(message, _StageForwardMeta):
-        value = [_FORWARD, [_written(meta) for meta in message.forward_metas]]
+        value: list[Any] = [_FORWARD, [_written(meta) for meta in message.forward_metas]]
+        if isinstance(message, ForwardMetaOfKinds):
+            value += [list(message.kinds), [[_written(meta) for meta in metas] for metas in message.others]]
     elif isinstance(message, _StageBackwardMeta):
         value = [_BACKWARD, [_written(meta) for meta in message.backward_metas]]
     else:
@@ -76,13 +93,25 @@ def _received(receive: Callable[[torch.Tensor], Any], device: torch.device | str
 
 
 def _message(value: Any) -> Message:
-    kind, metas = value
-    read = tuple(_read(meta) for meta in metas)
-    if kind == _BACKWARD:
-        return _StageBackwardMeta(read)
-    if kind != _FORWARD or None in read:
-        raise ValueError(f"a message of kind {kind!r}")
-    return _StageForwardMeta(tuple(meta for meta in read if meta is not None))
+    direction, metas, *differing = value
+    if direction == _BACKWARD and not differing:
+        return _StageBackwardMeta(tuple(_read(meta) for meta in metas))
+    if direction != _FORWARD:
+        raise ValueError(f"a message that goes {direction!r}")
+    first = _all_read(metas)
+    if not differing:
+        return _StageForwardMeta(first)
+    kinds, others = differing
+    if set(kinds) != set(range(1 + len(others))):
+        raise ValueError(f"{1 + len(others)} kinds of microbatches are described, and others occur")
+    return ForwardMetaOfKinds(first, _numbers(kinds), tuple(map(_all_read, others)))
+
+
+def _all_read(values: Any) -> tuple[TensorMeta, ...]:
+    metas = [_read(value) for value in values]
+    if None in metas:
+        raise ValueError("a tensor is not described")
+    return tuple(meta for meta in metas if meta is not None)
 
 
 def _written(meta: TensorMeta | None) -> Any:

@@ -152,6 +152,7 @@ class PipelineStage(StageInference):
         told = None
         if self._inference_mode.value == InferenceMode.STATIC.value:
             examples = self._user_meta
+            self._kinds = self._other_metas = ()
             trained = has_backward and not self.is_first
             self._stage_meta.inputs = with_gradients(examples.inputs) if trained else examples.inputs
             trained = has_backward and not self.is_last
@@ -184,11 +185,11 @@ class PipelineStage(StageInference):
         return told
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:  # noqa: ARG002
-        metas = self._stage_meta.inputs
-        if metas is None:
-            raise PipeliningMetadataError(f"stage {self.stage_index}: its inputs are not known yet")
         before = self.stage_index - 1
         for microbatch in range(num_microbatches):
+            metas = self._metas_of(microbatch).inputs
+            if metas is None:
+                raise PipeliningMetadataError(f"stage {self.stage_index}: its inputs are not known yet")
             if self.is_first:
                 self.args_recv_info[microbatch] = tuple(
                     _RecvInfo(f"root_input_{index}", None, None, meta, is_root_arg=True)
@@ -205,6 +206,16 @@ class PipelineStage(StageInference):
             raise PipeliningMetadataError(f"stage {self.stage_index}: its outputs are not known yet")
         following = [] if self.is_last else [self.stage_index + 1]
         self.act_send_info = {index: list(following) for index in range(len(metas))}
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        for microbatch, kind in enumerate(self._kinds):
+            if kind and not self.is_last:
+                metas = self._metas_of(microbatch).output_grads or ()
+                infos = self.grad_recv_info[microbatch]
+                self.grad_recv_info[microbatch] = tuple(
+                    _RecvInfo(info.input_name, info.source, None, meta) for info, meta in zip(infos, metas, strict=True)
+                )
 
     def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[_RecvInfo, ...]:
         if self.is_last:
