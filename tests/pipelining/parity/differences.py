@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelining.parity.setting import IN_A_V, SPLITTING, TRAINING, Case
+from pipelining.parity.setting import IN_A_V, SCHEDULES, SPLITTING, TRAINING, Case
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ DIFFERENCES = [
     ),
     Difference(
         ("microbatches_already_split",),
-        TRAINING,
+        SCHEDULES,
         "torch 2.13 has no arg_mbs, kwarg_mbs and target_mbs; later versions have",
     ),
     Difference(

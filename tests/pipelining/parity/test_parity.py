@@ -70,6 +70,7 @@ OF_FORWARDS = [
     "return_outputs_off",
     "state_after_a_step",
     "eval_then_train",
+    "microbatches_already_split",
 ]
 ONCE = [
     "zoo_v_shaped",
