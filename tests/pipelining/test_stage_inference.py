@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from penstock.pipelining import stage as our_stage
-from penstock.pipelining._stage_wire import from_tensors, to_tensors
+from penstock.pipelining._stage_wire import ForwardMetaOfKinds, from_tensors, to_tensors
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -74,7 +74,13 @@ distributed = some.builds(
     layouts,
 )
 metas = some.one_of(plain, distributed)
+several = some.builds(
+    lambda first, others: ForwardMetaOfKinds(first, (0, *range(1, 1 + len(others)), 0), tuple(others)),
+    some.lists(metas, max_size=3).map(tuple),
+    some.lists(some.lists(metas, max_size=3).map(tuple), max_size=3),
+)
 messages = some.one_of(
+    several,
     some.lists(metas, max_size=9).map(tuple).map(_StageForwardMeta),
     some.lists(some.one_of(some.none(), metas), max_size=9).map(tuple).map(_StageBackwardMeta),
 )
@@ -355,3 +361,59 @@ def test_placements_that_are_not_known_are_not_sent():
     meta = _DTensorMeta(torch.Size([1]), (1,), torch.float32, False, torch.Size([1]), (1,), (Elsewhere(0),), (), None)
     with pytest.raises(PipeliningMetadataError, match=r"placed by"):
         to_tensors(_StageForwardMeta((meta,)))
+
+
+# Microbatches of several shapes ---------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, scale):
+        return torch.tanh(self.layer(x)) * scale, x.detach()
+
+    @staticmethod
+    def loss(output, target):
+        return nn.functional.mse_loss(output[0], target, reduction="sum")
+
+
+class Following(Scaled):
+    def forward(self, x, _, *, scale):
+        return super().forward(x, scale=scale)
+
+
+def uneven(rank, ranks, name, static, *, group):
+    """Seven rows in three microbatches: 3, 2 and 2."""
+    from penstock.pipelining import schedules
+
+    torch.manual_seed(1)
+    modules = [Scaled(), Following()]
+    x, target, scale = numbers(1, 7, WIDTH), numbers(2, 7, WIDTH), numbers(3, 7, 1)
+    output = modules[1](*modules[0](x, scale=scale), scale=scale)
+    Scaled.loss(output, target).backward()
+    expected = [parameter.grad for parameter in modules[rank].parameters()]
+    example = torch.empty(3, WIDTH)
+    first = {"input_args": example, "output_args": (example.requires_grad_(), torch.empty(3, WIDTH))}
+    second = {"input_args": first["output_args"], "output_args": (example, example)}
+    stage = our_stage.PipelineStage(
+        modules[rank], rank, 2, CPU, group=group, **([first, second][rank] if static else {})
+    )
+    made = schedules.get_schedule_class(name)(stage, 3, loss_fn=Scaled.loss, scale_grads=False)
+    for call in ("eval", "step", "step"):
+        modules[rank].zero_grad()
+        arguments = (x,) if rank == 0 else ()
+        found = getattr(made, call)(*arguments, **({"target": target} if rank == 1 else {}), scale=scale)
+        if rank == 1:
+            torch.testing.assert_close(found[0], output[0])
+        if call == "step":
+            torch.testing.assert_close([parameter.grad for parameter in modules[rank].parameters()], expected)
+    assert stage._kinds == (0, 1, 1)
+    assert stage._coming == ([], [])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_microbatches_that_differ_in_their_shapes(workers, name, static):
+    workers.run(uneven, name, static, ranks=2)
