@@ -533,6 +533,23 @@ def test_the_first_half_frees_what_the_second_does_not_need():
     assert stage.submod[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_a_loss_that_is_kept_keeps_nothing_else(full):
+    stage = made(OURS, index=2)
+    receive(stage, 0, numbers(1, 2, WIDTH))
+    freed = []
+    (info,) = stage.args_recv_info[0]
+    weakref.finalize(info.buffer, freed.append, "input")
+    loss = stage.forward_one_chunk(0, ()).sum()
+    assert not freed
+    stage.backward_one_chunk(0, loss=loss, full_backward=full)
+    if not full:
+        stage.backward_weight_one_chunk(0)
+    stage.output_chunks.clear()
+    assert freed == ["input"]
+    assert loss.grad_fn is None
+
+
 def test_a_step_begins_with_nothing_left():
     stage = made(OURS)
     receive(stage, 0, numbers(1, 2, WIDTH))

@@ -77,6 +77,8 @@ class StageCompute(StageEdges):
         # Nobody asks again for the outputs of a last stage that nothing can be differentiated of.
         if not is_last or self._has_backward or torch.is_grad_enabled():
             self.fwd_cache[fwd_chunk_id] = outputs, _flat(args, kwargs)
+            if kwargs:
+                self._by_keyword[fwd_chunk_id] = len(flatten_args(kwargs))
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,25 +116,37 @@ class StageCompute(StageEdges):
             return
         self._check_chunk_id(bwd_chunk_id)
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
-        known = self._stage_meta.inputs
+        by_keyword = self._by_keyword.pop(bwd_chunk_id, 0)
         beginning = {
             "stage_output": loss if self.is_last else outputs,
             "output_grads": None if self.is_last else self._output_gradients(bwd_chunk_id),
             # Arguments by keyword belong to the user, and so do their gradients.
-            "input_values": inputs if known is None else inputs[: len(known)],
+            "input_values": inputs[:-by_keyword] if by_keyword else inputs,
         }
         if self.dw_builder or full_backward:
             gradients, _ = self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
             if self.dw_builder:
                 self._run_or_keep(bwd_chunk_id, full_backward)
-            if self.is_last and not self.is_first:
-                _cut_off(outputs)
+            if self.is_last:  # a loss that is kept would keep the inputs
+                _cut_off((loss,) if self.is_first else (*outputs, loss))
         else:
             gradients = self._input_half(bwd_chunk_id, beginning, outputs, last_backward)
+        received = self._stage_meta.inputs
+        if received is not None and len(gradients) > len(received):  # the others are for whoever has put in more
+            gradients = gradients[: len(received)]
         if self._runtime_validate and not self.is_first:
             what = f"Stage {self.stage_index} backward output (input_grads)"
             self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
+
+    def _has_own_backward(self) -> bool:
+        mine, kind = vars(self), type(self)
+        return (
+            "backward_maybe_with_nosync" in mine
+            or "backward_one_chunk" in mine
+            or kind.backward_maybe_with_nosync is not StageCompute.backward_maybe_with_nosync
+            or kind.backward_one_chunk is not StageCompute.backward_one_chunk
+        )
 
     def _output_gradients(self, microbatch: int) -> Gradients:
         gradients = self._retrieve_recv_grads(microbatch)
