@@ -114,14 +114,15 @@ def of_order(
     return Program(lines, scaled)
 
 
-#: How many sends of a chain of stages are under way at most: enough for transfers to overlap with computation.
-_UNDER_WAY: Final = 2
+#: How many sends of a chain of stages are under way at most. To wait for the last few would cost time: a rank that is
+#: ahead for a moment would be stopped.
+_UNDER_WAY: Final = 6
 
 
 def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool, backwards: bool = True) -> Program:
     """All forwards, then all backwards; each receive is posted one microbatch ahead.
 
-    To wait for the send before the last is safe: in each half, messages go one way only.
+    To wait for an earlier send is safe: in each half, messages go one way only.
     """
     maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains)
     lines: list[Line] = []

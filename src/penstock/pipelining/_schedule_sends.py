@@ -26,7 +26,7 @@ Message: TypeAlias = "tuple[ComputationType, int, int | None]"
 _COMPUTATION: Final = 1000
 _OTHER: Final = 1
 #: How far behind both ends of a message the wait for its send comes: it takes time, and ranks are not equally fast.
-_SLACK: Final = 2 * _COMPUTATION
+_SLACK: Final = 6 * _COMPUTATION
 
 
 def ends_of_sends(rows: Mapping[int, Sequence[_Action]], rank: int) -> tuple[dict[int, list[int]], list[int]]:
