@@ -185,6 +185,8 @@ def seen(kind, stage):
         "sends": lambda: stage.sent,
         "sends by itself": lambda: stage.works,
         "forward": lambda: stage.found_shapes,
+        "plain backward": lambda: True,
+        "further inputs": lambda: [grads for grads in stage.taken if len(grads) == 2 and grads[1] is not None] != [],
     }[kind]()
 
 
@@ -366,3 +368,66 @@ def test_attributes_of_a_new_stage(package):
         assert stage.log_prefix == "[Stage 1]"
         stage.has_backward = True
         assert stage._has_backward is True
+
+
+# What an override is given --------------------------------------------------------------------------------------------
+
+
+def plain_backward(package):
+    """A stage that looks at the tensors which it differentiates, and calls autograd itself."""
+
+    class Own(package.stage.PipelineStage):
+        def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+            assert backward_type == "full"
+            outputs = bwd_kwargs["stage_output"]
+            outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+            assert all(output.requires_grad and output.grad_fn is not None for output in outputs)
+            grads = bwd_kwargs["output_grads"] or (None,) * len(outputs)
+            assert all(grad is None or grad.shape == output.shape for grad, output in zip(grads, outputs, strict=True))
+            torch.autograd.backward(outputs, grads)
+            found = [value.grad for value in bwd_kwargs["input_values"]]
+            for value in bwd_kwargs["input_values"]:
+                value.grad = None
+            return tuple(found), None
+
+    return Own
+
+
+def further_inputs(package):
+    """A stage that gives its module more than it receives, and takes the gradient of that as well."""
+
+    class Own(package.stage.PipelineStage):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.taken = []
+
+        def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
+            (given,) = args if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+            further = torch.zeros_like(given).requires_grad_()
+            output = self.forward_maybe_with_nosync(given + further)
+            if self.is_last and save_forward_output:
+                self.output_chunks.append(output)
+            self.fwd_cache[fwd_chunk_id] = ((output,), [given, further])
+            return output
+
+        def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+            assert backward_type == "weight" or len(bwd_kwargs["input_values"]) == 2
+            grads, left = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+            self.taken.append(grads)
+            return grads, left
+
+    return Own
+
+
+STAGES |= {"plain backward": plain_backward, "further inputs": further_inputs}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_an_override_is_given_tensors(package, workers, schedule):
+    assert workers.run(train, package.name, "plain backward", schedule, ranks=2)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+def test_an_override_is_given_all_inputs_of_its_module(package, workers, schedule):
+    for stages in workers.run(train, package.name, "further inputs", schedule, ranks=2):
+        assert all(stages.values())

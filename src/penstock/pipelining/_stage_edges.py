@@ -92,8 +92,12 @@ class StageEdges(StageState):
         if not self._has_backward:
             if not torch.is_grad_enabled():
                 del self.fwd_cache[microbatch]
-        elif not self._parallel.keeps_outputs:
+        elif not self._parallel.keeps_outputs and not self._has_own_backward():
             self.fwd_cache[microbatch] = tuple([_beginning(output) for output in outputs]), inputs
+
+    def _has_own_backward(self) -> bool:
+        """Whether backwards run in another way than here, which may look at outputs that are on their way."""
+        return False
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that send the gradients of a microbatch's inputs."""
@@ -271,6 +275,7 @@ class StageEdges(StageState):
     def clear_runtime_states(self) -> None:
         """A step begins: forget the one before."""
         self.fwd_cache.clear()
+        self._by_keyword.clear()
         self.output_chunks.clear()
         self.bwd_cache.clear()
         self.backward_state.clear()

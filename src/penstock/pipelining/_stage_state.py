@@ -93,6 +93,7 @@ class StageState:
         self.backward_state: dict[int, tuple[Any, ...]] = {}
         self.dw_runner: dict[int, Callable[..., None]] = {}
         self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
+        self._by_keyword: dict[int, int] = {}  # how many of the inputs there, the last ones
         self.bwd_cache: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self.output_chunks: list[Any] = []
         self.args_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
