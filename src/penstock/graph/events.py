@@ -17,12 +17,14 @@ No edge stands for what another check reports: an action that is missing, or bef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from penstock.graph import blocks
 from penstock.graph.leaves import NOWHERE, Leaves
 from penstock.graph.sorting import order_by
+from penstock.ir import packed
 from penstock.ir.dependencies import OPERATIONS, TRANSFERS
 
 if TYPE_CHECKING:
@@ -35,8 +37,17 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
 
 _NONE: Final = np.empty(0, np.int64)
+_SENDS: Final = tuple(transfer.send for transfer in TRANSFERS)
 
 REASONS: Final = ("program", "post", "lane", "use", "message", "room", "data")
+
+
+class Edges(NamedTuple):
+    """Edges with one reason: the places in the leaves of what is awaited and of what waits."""
+
+    reason: str
+    awaited: Ints
+    waiting: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +98,79 @@ def matches(leaves: Leaves) -> Matches:
         sends.append(sent[slots])
         receives.append(leaves.table(transfer.receive)[slots + transfer.stage_offset * leaves.stride])
     send, receive = np.concatenate(sends), np.concatenate(receives)
-    good = (receive != NOWHERE) & (leaves.rank[receive] != leaves.rank[send])
-    if not leaves.all_at_home:
-        good &= leaves.is_at_home(send) & leaves.is_at_home(receive)
-    pairs = good.nonzero()[0]
+    pairs = _are_matched(leaves, send, receive).nonzero()[0]
     return Matches(send[pairs], receive[pairs])
+
+
+def _are_matched(leaves: Leaves, operation: Ints, partner: Ints) -> NDArray[np.bool_]:
+    """Whether the partner is there, and the two are on the ranks that they should be, and not on the same."""
+    good = (partner != NOWHERE) & (leaves.rank[partner] != leaves.rank[operation])
+    if not leaves.all_at_home:
+        good &= leaves.is_at_home(operation) & leaves.is_at_home(partner)
+    return np.asarray(good)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some ranks, one after the other: what happens on them, and the edges to it.
+
+    Attributes:
+        leaves: the actions of all ranks.
+        begin: the place of the first action of these ranks.
+        end: the place behind their last.
+        operation: the sends and receives on these ranks that belong together with one on another.
+        partner: that one, for each of them.
+    """
+
+    leaves: Leaves
+    begin: int
+    end: int
+    operation: Ints
+    partner: Ints
+
+    @classmethod
+    def all_of(cls, leaves: Leaves, pairs: Matches) -> Part:
+        """All ranks."""
+        operation, partner = np.concatenate([pairs.send, pairs.receive]), np.concatenate([pairs.receive, pairs.send])
+        return cls(leaves, 0, len(leaves), operation, partner)
+
+    @classmethod
+    def between(cls, leaves: Leaves, begin: int, end: int) -> Part:
+        """The ranks whose actions stand between these places."""
+        operations, partners = [_NONE], [_NONE]
+        for transfer in TRANSFERS:
+            send, receive, offset = transfer.send, transfer.receive, transfer.stage_offset * leaves.stride
+            for kind, other, further in ((send, receive, offset), (receive, send, -offset)):
+                mine = (leaves.kind[begin:end] == packed.TYPE_NUMBER[kind]).nonzero()[0] + begin
+                if not leaves.all_in_range:
+                    mine = mine[leaves.in_range[mine]]
+                slots = leaves.slots_at(mine)
+                partner = leaves.table(other)[slots + further]
+                good = (_are_matched(leaves, mine, partner) & (leaves.table(kind)[slots] == mine)).nonzero()[0]
+                operations.append(mine[good])
+                partners.append(partner[good])
+        return cls(leaves, begin, end, np.concatenate(operations), np.concatenate(partners))
+
+    @property
+    def sends(self) -> NDArray[np.bool_]:
+        """Which operations are sends."""
+        return packed.are_among(_SENDS).take(self.leaves.kind[self.operation])
+
+    def edges(self, model: CommModel) -> Iterator[Edges]:
+        """All edges to what happens on these ranks."""
+        yield from _program(self)
+        yield from _uses(self)
+        if self.leaves.has_transfers:
+            yield from _communication(self, model)
+
+
+def parts(leaves: Leaves) -> Iterator[Part]:
+    """The ranks of a schedule, as many at once as their actions fill a block."""
+    if len(leaves) <= blocks.SIZE:
+        yield Part.all_of(leaves, matches(leaves))
+        return
+    for ranks in blocks.whole_rows(leaves.offsets.tolist()):
+        yield Part.between(leaves, int(leaves.offsets[ranks.start]), int(leaves.offsets[ranks.stop]))
 
 
 def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
@@ -100,9 +179,7 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
     node = np.arange(leaves.cells, dtype=np.int32)
     if model.capacity == 0:
         node[leaves.cell[pairs.receive]] = leaves.cell[pairs.send]
-    edges = [*_program(leaves, pairs), *_uses(leaves, pairs)]
-    if leaves.has_transfers:
-        edges += _communication(leaves, pairs, model)
+    edges = [*Part.all_of(leaves, pairs).edges(model)]
     return EventGraph(
         leaves,
         node,
@@ -114,67 +191,69 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
     )
 
 
-def _communication(leaves: Leaves, pairs: Matches, model: CommModel) -> Iterator[tuple[str, Ints, Ints]]:
+def _communication(part: Part, model: CommModel) -> Iterator[Edges]:
     """What the model makes operations wait for."""
     if model.capacity != 0:
-        yield "message", pairs.send, pairs.receive
+        receives = ~part.sends
+        yield Edges("message", part.partner[receives], part.operation[receives])
     if model.lanes == "message":
         return
     if model.capacity:
-        yield "room", *_room(leaves, pairs, model.capacity)
-    yield "lane", *_lanes(leaves, pairs, model.lanes)
+        yield _room(part, model.capacity)
+    yield _lanes(part, model.lanes)
 
 
-def _program(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
+def _program(part: Part) -> list[Edges]:
     """A rank's own actions in a row, and its transfers each behind the action before it."""
-    blocks = ~leaves.is_among(OPERATIONS)
-    blocking = blocks.nonzero()[0]
+    leaves, operation = part.leaves, part.operation
+    are_blocking = ~packed.are_among(OPERATIONS).take(leaves.kind[part.begin : part.end])
+    blocking = are_blocking.nonzero()[0] + part.begin
     cell, rank = leaves.cell[blocking], leaves.rank[blocking]
     in_a_row = ((cell[1:] != cell[:-1]) & (rank[1:] == rank[:-1])).nonzero()[0]
-    operations = np.concatenate([pairs.send, pairs.receive])
-    number = blocks.cumsum()[operations] - 1
+    number = are_blocking.cumsum()[operation - part.begin] - 1
     ahead = blocking[number] if len(blocking) else number
-    posted = ((number != NOWHERE) & (leaves.rank[ahead] == leaves.rank[operations])).nonzero()[0]
+    posted = ((number != NOWHERE) & (leaves.rank[ahead] == leaves.rank[operation])).nonzero()[0]
     return [
-        ("program", blocking[in_a_row], blocking[in_a_row + 1]),
-        ("post", ahead[posted], operations[posted]),
+        Edges("program", blocking[in_a_row], blocking[in_a_row + 1]),
+        Edges("post", ahead[posted], operation[posted]),
     ]
 
 
-def _uses(leaves: Leaves, pairs: Matches) -> list[tuple[str, Ints, Ints]]:
+def _uses(part: Part) -> Iterator[Edges]:
     """What needs a receive that stands before it; without any transfer, what needs something of another rank."""
+    leaves = part.leaves
     if not leaves.has_transfers:
-        waiting, awaited = leaves.inputs
-        elsewhere = (awaited != NOWHERE) & (leaves.rank[awaited] != leaves.rank[waiting])
-        return [("data", awaited[elsewhere], waiting[elsewhere])]
-    found = []
+        waiting, awaited = leaves.inputs_from_elsewhere()
+        within = (waiting >= part.begin) & (waiting < part.end)
+        yield Edges("data", awaited[within], waiting[within])
+        return
     for transfer in TRANSFERS:
-        mine = pairs.receive[leaves.is_kind(pairs.receive, transfer.receive).nonzero()[0]]
-        user = leaves.table_of_any(transfer.needed_by)[leaves.slot[mine]]
+        mine = part.operation[leaves.is_kind(part.operation, transfer.receive).nonzero()[0]]
+        user = leaves.table_of_any(transfer.needed_by)[leaves.slots_at(mine)]
         good = ((user > mine) & (leaves.rank[user] == leaves.rank[mine])).nonzero()[0]
-        found.append(("use", mine[good], user[good]))
-    return found
+        yield Edges("use", mine[good], user[good])
 
 
-def _lanes(leaves: Leaves, pairs: Matches, lanes: str) -> tuple[Ints, Ints]:
+def _lanes(part: Part, lanes: str) -> Edges:
     """Every operation behind the one before it in its lane."""
-    operations = np.concatenate([pairs.send, pairs.receive])
-    peers = np.concatenate([leaves.rank[pairs.receive], leaves.rank[pairs.send]])
-    lane = leaves.rank[operations]
+    leaves, operation = part.leaves, part.operation
+    lane = leaves.rank[operation]
     if lanes != "rank":
-        lane = lane * leaves.schedule.ranks + peers
+        lane = lane * leaves.schedule.ranks + leaves.rank[part.partner]
     if lanes == "direction":
-        lane = lane * 2 + (np.arange(len(operations)) < len(pairs.send))
-    order = order_by(lane, operations)
-    lane, operations = lane[order], operations[order]
+        lane = lane * 2 + part.sends
+    order = order_by(lane, operation)
+    lane, operation = lane[order], operation[order]
     ahead = (lane[1:] == lane[:-1]).nonzero()[0]
-    return operations[ahead], operations[ahead + 1]
+    return Edges("lane", operation[ahead], operation[ahead + 1])
 
 
-def _room(leaves: Leaves, pairs: Matches, capacity: int) -> tuple[Ints, Ints]:
+def _room(part: Part, capacity: int) -> Edges:
     """The n-th send of one rank to another waits for the receive of as many before it as the lane does not hold."""
-    channel = leaves.rank[pairs.send] * leaves.schedule.ranks + leaves.rank[pairs.receive]
-    by_send, by_receive = order_by(channel, pairs.send), order_by(channel, pairs.receive)
+    leaves, sends = part.leaves, part.sends
+    send, receive = part.operation[sends], part.partner[sends]
+    channel = leaves.rank[send] * leaves.schedule.ranks + leaves.rank[receive]
+    by_send, by_receive = order_by(channel, send), order_by(channel, receive)
     count = max(0, len(channel) - capacity)
     same = channel[by_send][capacity:] == channel[by_send][:count]
-    return pairs.receive[by_receive][:count][same], pairs.send[by_send][capacity:][same]
+    return Edges("room", receive[by_receive][:count][same], send[by_send][capacity:][same])

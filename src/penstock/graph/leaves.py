@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from penstock.errors import ScheduleError
+from penstock.graph.blocks import blocks, together
 from penstock.ir import packed
 from penstock.ir.dependencies import NEEDS, OPERATIONS
 
@@ -48,6 +50,8 @@ class Leaves:
         codes: the packed actions.
         rank: the rank of each.
         cell: the cell of each, counted through all ranks; the sub-actions of an overlap share one.
+        kind: the type of each, as a number of ``packed.TYPE_NUMBER``.
+        offsets: where those of each rank begin, and at last where they end.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -57,15 +61,26 @@ class Leaves:
         self.codes, offsets = schedule.codes, schedule.offsets
         self.rank: Places = np.arange(schedule.ranks, dtype=np.int32).repeat(offsets[1:] - offsets[:-1])
         self.cell: Places = np.arange(len(self.codes))
-        if (self.codes & packed.JOINED).any():
-            self.cell -= packed.is_joined(self.codes).cumsum()
-        self._count: list[int] = np.bincount(packed.types(self.codes), minlength=len(packed.TYPE_NUMBER) + 1).tolist()
+        kinds, counts, joined = [], [], 0
+        for block in blocks(len(self.codes)):
+            codes = self.codes[block]
+            types = packed.types(codes)
+            kinds.append(types.astype(np.int8))
+            counts.append(np.bincount(types, minlength=len(packed.TYPE_NUMBER) + 1))
+            if joined or (codes & packed.JOINED).any():
+                self.cell[block] -= packed.is_joined(codes).cumsum() + joined
+                joined = block.stop - 1 - int(self.cell[block.stop - 1])
+        self.kind = together(kinds)
+        self._count: list[int] = sum(counts[1:], counts[0]).tolist()
+        self.offsets = offsets
         if self._count[packed.IDLE]:
             busy = self.codes != packed.IDLE
             self.codes, self.rank, self.cell = self.codes[busy], self.rank[busy], self.cell[busy]
+            self.kind = self.kind[busy]
+            self.offsets = offsets - np.append(0, (~busy).cumsum())[offsets]
         self._found: dict[tuple[ComputationType, ...], Places] = {}
         self._tables_of_any: dict[tuple[ComputationType, ...], Places] = {}
-        self._known_inputs: tuple[tuple[Places, Places], Places, Places] | None = None
+        self._known_inputs: tuple[tuple[Places, Places], Places] | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -80,12 +95,20 @@ class Leaves:
         other = Leaves(schedule)
         other.home = self.home
         stayed, now = ((~leaves.is_among(kinds)).nonzero()[0] for leaves in (self, other))
-        if not np.array_equal(self.codes[stayed], other.codes[now]):
+        if len(stayed) != len(now) or not all(
+            np.array_equal(self.codes[stayed[block]], other.codes[now[block]]) for block in blocks(len(now))
+        ):
             return None
         on_their_ranks = self.all_at_home and other.all_at_home  # and so on the same: the stages are where they were
         if not on_their_ranks and not np.array_equal(self.rank[stayed], other.rank[now]):
             return None
-        other._known_inputs = self.inputs, stayed, now
+        place = np.zeros(len(self), np.int64)
+        place[stayed] = now
+        if self._known_inputs:
+            known, before = self._known_inputs
+            other._known_inputs = known, place[before]
+        else:
+            other._known_inputs = self.inputs_from_elsewhere(), place
         return other
 
     @cached_property
@@ -105,11 +128,6 @@ class Leaves:
         return packed.stages(self.codes)
 
     @cached_property
-    def kind(self) -> Places:
-        """The type of each, as a number of ``packed.TYPE_NUMBER``."""
-        return packed.types(self.codes).astype(np.int8)
-
-    @cached_property
     def microbatch(self) -> Places:
         """The microbatch of each, -1 where there is none."""
         return packed.microbatches(self.codes)
@@ -127,13 +145,21 @@ class Leaves:
     @cached_property
     def all_in_range(self) -> bool:
         """Whether that holds for all."""
-        stage, microbatch = packed.largest(self.codes)
-        return stage < self.stages and microbatch < self.microbatches
+        for block in blocks(len(self)):
+            stage, microbatch = packed.largest(self.codes[block])
+            if stage >= self.stages or microbatch >= self.microbatches:
+                return False
+        return True
 
     @cached_property
     def all_at_home(self) -> bool:
         """Whether it does, and all are on the rank that holds their stage."""
-        return self.all_in_range and bool((self.home[self.stage] == self.rank).all())
+        if not self.all_in_range:
+            return False
+        for block in blocks(len(self)):
+            if (self.home[packed.stages(self.codes[block])] != self.rank[block]).any():
+                return False
+        return True
 
     def is_at_home(self, places: Places) -> NDArray[np.bool_]:
         """Whether the actions at these places are on the rank that holds their stage."""
@@ -142,7 +168,14 @@ class Leaves:
     @cached_property
     def slot(self) -> Places:
         """The slot of each; it may be none, or another's, if it is not in range."""
-        return self.slots(self.stage, self.microbatch)
+        return self.slots(packed.stages(self.codes), packed.microbatches(self.codes))
+
+    def slots_at(self, places: Places | slice) -> Places:
+        """The slots of the actions at these places, with the same reservation: not all of them are made for a few."""
+        if len(blocks(len(self))) == 1:
+            return np.asarray(self.slot[places])
+        codes = self.codes[places]
+        return self.slots(packed.stages(codes), packed.microbatches(codes))
 
     def slots(self, stages: Places, microbatches: Places) -> Places:
         """The slots of these stages and microbatches."""
@@ -154,25 +187,38 @@ class Leaves:
             raise ScheduleError(
                 f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
             )
-        tables = np.full((len(packed.TYPE_NUMBER) + 1, (self.stages + 2) * self.stride), NOWHERE)
-        places, entries = self._entries
-        tables.ravel()[entries[::-1]] = places[::-1]  # of several the first stays
+        tables = np.full((int(self._number_of_table.max()) + 1, (self.stages + 2) * self.stride), NOWHERE)
+        for block in reversed(blocks(len(self))):
+            places, entries = self._entries(block)
+            tables.ravel()[entries[::-1]] = places[::-1]  # of several the first stays
         return tables
 
     @cached_property
-    def _entries(self) -> tuple[Places, Places]:
-        """The actions in range, and where each stands in the tables, counted through all of them."""
-        entries = packed.types(self.codes) * ((self.stages + 2) * self.stride) + self.slot
+    def _number_of_table(self) -> Places:
+        """Which table is that of each type; those that there is nothing of share the first, which stays empty."""
+        numbers = count(1)
+        return np.array([next(numbers) if many and kind != packed.IDLE else 0 for kind, many in enumerate(self._count)])
+
+    def _entries(self, block: slice) -> tuple[Places, Places]:
+        """The actions of a block that are in range, and where each stands in the tables, counted through all."""
+        table = self._number_of_table.take(self.kind[block])
+        entries = table * ((self.stages + 2) * self.stride) + self.slots_at(block)
+        places = np.arange(block.start, block.stop)
         if self.all_in_range:
-            return np.arange(len(self)), entries
-        places = self.in_range.nonzero()[0]
-        return places, entries[places]
+            return places, entries
+        inside = self.in_range[block]
+        return places[inside], entries[inside]
 
     @cached_property
     def repetitions(self) -> Places:
         """Where actions are, of those in range and with a microbatch, that have been there before."""
-        places, entries = self._entries
-        again = places[(self._tables.ravel()[entries] != places).nonzero()[0]]
+        if self.all_in_range and np.count_nonzero(self._tables != NOWHERE) == len(self):
+            return _NO_PLACES  # as many are found as there are
+        found = [_NO_PLACES]
+        for block in blocks(len(self)):
+            places, entries = self._entries(block)
+            found.append(places[self._tables.ravel()[entries] != places])
+        again = np.concatenate(found)
         return np.asarray(again[self.microbatch[again] != NOWHERE])
 
     def are(self, *kinds: ComputationType) -> Places:
@@ -180,6 +226,10 @@ class Leaves:
         if kinds not in self._found:
             self._found[kinds] = self.is_among(kinds).nonzero()[0] if self.has_any(kinds) else _NO_PLACES
         return self._found[kinds]
+
+    def count(self, kind: ComputationType) -> int:
+        """How many actions of this type there are."""
+        return self._count[packed.TYPE_NUMBER[kind]]
 
     def has_any(self, kinds: tuple[ComputationType, ...]) -> bool:
         """Whether there is any action of these types."""
@@ -194,7 +244,8 @@ class Leaves:
         """Whether each is of one of these types."""
         if len(kinds) == 1:
             return np.asarray(self.kind == packed.TYPE_NUMBER[next(iter(kinds))])
-        return packed.are_among(kinds).take(self.kind)
+        among = packed.are_among(kinds)
+        return together([among.take(self.kind[block]) for block in blocks(len(self))])
 
     def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
         """Whether the actions at these places are of this type."""
@@ -220,7 +271,7 @@ class Leaves:
 
     def table(self, kind: ComputationType) -> Places:
         """Where the action of this type is, for every slot: the first one, or ``NOWHERE``."""
-        return np.asarray(self._tables[packed.TYPE_NUMBER[kind]])
+        return np.asarray(self._tables[self._number_of_table[packed.TYPE_NUMBER[kind]]])
 
     def places(self, kind: ComputationType) -> Places:
         """The table of this type as a grid, with a row per stage and a column per microbatch, and nothing else."""
@@ -252,11 +303,6 @@ class Leaves:
 
         What is not there at all nothing waits for.
         """
-        if self._known_inputs:
-            (waiting, awaited), stood, stands = self._known_inputs
-            place = np.empty(len(stood) and stood[-1] + 1, np.int64)
-            place[stood] = stands
-            return place[waiting], place[awaited]
         consumers, producers = [_NO_PLACES], [_NO_PLACES]
         for kind, needs in NEEDS.items():
             mine = self.are_in_range(kind)
@@ -268,3 +314,12 @@ class Leaves:
         waiting, awaited = np.concatenate(consumers), np.concatenate(producers)
         there = (awaited != NOWHERE).nonzero()[0]
         return waiting[there], awaited[there]
+
+    def inputs_from_elsewhere(self) -> tuple[Places, Places]:
+        """Those pairs of ``inputs`` that are of two ranks."""
+        if self._known_inputs:
+            (waiting, awaited), place = self._known_inputs
+            return place[waiting], place[awaited]
+        waiting, awaited = self.inputs
+        elsewhere = (self.rank[awaited] != self.rank[waiting]).nonzero()[0]
+        return waiting[elsewhere], awaited[elsewhere]

@@ -38,7 +38,7 @@ def without_idle(schedule: Schedule) -> Schedule:
 
 def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[Any]]) -> Schedule:
     """The same schedule with these actions, which are in the order of their ranks."""
-    return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1)))
+    return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1, dtype=ranks.dtype)))
 
 
 def inserted(leaves: Leaves, places: Places, codes: Codes, ranks: Places) -> Schedule:

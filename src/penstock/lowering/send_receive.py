@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from penstock.errors import ScheduleError
+from penstock.graph.blocks import whole_rows
 from penstock.graph.leaves import NOWHERE
-from penstock.graph.sorting import order_by
+from penstock.graph.sorting import order_by, stable_order
 from penstock.graph.walk import UNREACHED, longest_path
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFERS
-from penstock.lowering.rows import rebuilt, taken_apart
+from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -53,29 +54,71 @@ def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, NDArray[np.int64]]:
     A send and its receive have one turn, and so have the sub-actions of an overlap.
     """
     leaves = taken_apart(schedule)
-    ranks, count = leaves.schedule.ranks, len(leaves)
-    turn = _rounds(leaves)[leaves.cell] * ranks + leaves.rank
-    made, sends, receives, receivers = _transfers(leaves)
-    code_of = np.concatenate([leaves.codes, sends, receives])
-    rank_of = np.concatenate([leaves.rank, leaves.rank[made], receivers])
-    place_of = np.concatenate([np.arange(count), made, made])
-    turn_of, is_added = turn[place_of], np.arange(len(place_of)) >= count
-    # In one turn: first the actions, then what they send, part by part.
-    order = order_by(rank_of, turn_of, place_of + is_added * count)
-    when = turn_of * (count + 1) + is_added * (place_of + 1)
-    return rebuilt(leaves.schedule, code_of[order], rank_of[order]), when[order]
+    turn = _rounds(leaves)[leaves.cell] * leaves.schedule.ranks + leaves.rank
+    transfers = _transfers(leaves)
+    offsets = leaves.offsets + transfers.sent + transfers.received
+    codes, when = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int64)
+    for ranks in whole_rows(offsets.tolist()):
+        within = slice(offsets[ranks.start], offsets[ranks.stop])
+        codes[within], when[within] = _rows(leaves, turn, transfers, ranks)
+    return leaves.schedule.with_codes(codes, offsets), when
 
 
-def _transfers(leaves: Leaves) -> tuple[Places, Codes, Codes, Places]:
-    """Where what goes to another rank is made; the send and the receive of it, and the rank that receives."""
+class _Transfers(NamedTuple):
+    """What goes to another rank.
+
+    Attributes:
+        made: where it is made, in order.
+        receiver: the rank that it goes to.
+        by_receiver: how to sort it by that.
+        sent: how much of it the ranks before each one send, and at last all.
+        received: the same for what they receive.
+    """
+
+    made: Places
+    receiver: Places
+    by_receiver: Places
+    sent: Places
+    received: Places
+
+
+def _transfers(leaves: Leaves) -> _Transfers:
     made = leaves.are_in_range(*_MAKERS)
-    kind = packed.types(leaves.codes[made])
-    home = leaves.home[leaves.stage[made] + _STAGE_OFFSET[kind]]
-    away = ((home != leaves.rank[made]) & (home != NOWHERE)).nonzero()[0]
-    made, kind = made[away], kind[away]
-    sends = packed.alone(leaves.codes[made], _SEND[kind])
-    receives = packed.further(packed.alone(sends, _RECEIVE[kind]), _STAGE_OFFSET[kind])
-    return made, sends, receives, home[away]
+    receiver = leaves.home[leaves.stage[made] + _STAGE_OFFSET[leaves.kind[made]]]
+    away = ((receiver != leaves.rank[made]) & (receiver != NOWHERE)).nonzero()[0]
+    made, receiver = made[away], receiver[away]
+    received = np.zeros(len(leaves.offsets), np.int64)
+    np.bincount(receiver, minlength=leaves.schedule.ranks).cumsum(out=received[1:])
+    return _Transfers(made, receiver, stable_order(receiver), made.searchsorted(leaves.offsets), received)
+
+
+def _rows(leaves: Leaves, turn: Places, transfers: _Transfers, ranks: slice) -> tuple[Codes, NDArray[np.int64]]:
+    """The rows of these ranks, one after the other, with their transfers in place; and when the turn of each is."""
+    own, sent, received = (
+        slice(bounds[ranks.start], bounds[ranks.stop])
+        for bounds in (leaves.offsets, transfers.sent, transfers.received)
+    )
+    made_here, coming = transfers.made[sent], transfers.by_receiver[received]
+    made_there = transfers.made[coming]
+    rank_of = np.concatenate([leaves.rank[own], leaves.rank[made_here], transfers.receiver[coming]])
+    place_of = np.concatenate([np.arange(own.start, own.stop), made_here, made_there])
+    turn_of, is_added = turn[place_of], np.arange(len(place_of)) >= own.stop - own.start
+    # In one turn: first the actions, then what they send, part by part.
+    order = order_by(rank_of, turn_of, place_of + is_added * len(leaves))
+    when = turn_of * (len(leaves) + 1) + is_added * (place_of + 1)
+    codes = [leaves.codes[own], _sends(leaves.codes[made_here]), _receives(leaves.codes[made_there])]
+    return np.concatenate(codes)[order], when[order]
+
+
+def _sends(made: Codes) -> Codes:
+    """The sends of what these actions make."""
+    return packed.alone(made, _SEND[packed.types(made)])
+
+
+def _receives(made: Codes) -> Codes:
+    """The receives of it, on the stages that it goes to."""
+    kind = packed.types(made)
+    return packed.further(packed.alone(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
 
 
 def _rounds(leaves: Leaves) -> NDArray[np.int64]:
@@ -83,16 +126,13 @@ def _rounds(leaves: Leaves) -> NDArray[np.int64]:
     rank = np.zeros(leaves.cells, np.int32)
     rank[leaves.cell] = leaves.rank
     earlier = (rank[1:] == rank[:-1]).nonzero()[0]
-    consumer, producer = leaves.inputs
-    here, there = leaves.rank[consumer], leaves.rank[producer]
-    elsewhere = (here != there).nonzero()[0]
-    consumer, producer = consumer[elsewhere], producer[elsewhere]
+    consumer, producer = leaves.inputs_from_elsewhere()
     # Within a round the lower rank comes first: what it makes, a higher one may use in the same round.
     rounds = longest_path(
         leaves.cells,
-        np.concatenate([earlier, leaves.cell[producer]]),
-        np.concatenate([earlier + 1, leaves.cell[consumer]]),
-        np.concatenate([np.ones(len(earlier), bool), (there > here)[elsewhere]]).view(np.int8),
+        np.concatenate([earlier, leaves.cell[producer]], dtype=np.int32),
+        np.concatenate([earlier + 1, leaves.cell[consumer]], dtype=np.int32),
+        np.concatenate([np.ones(len(earlier), bool), leaves.rank[producer] > leaves.rank[consumer]]).view(np.int8),
     )
     if (rounds == UNREACHED).any():
         raise ScheduleError("some action waits for ever, so there is no order for its transfers; check the schedule")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.events import REASONS, event_graph
+from penstock.graph.events import REASONS, event_graph, parts
 from penstock.graph.leaves import Leaves
 from penstock.graph.walk import UNREACHED, longest_path
 from penstock.ir import packed
@@ -18,14 +18,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.graph.events import EventGraph
+    from penstock.graph.events import EventGraph, Part
     from penstock.graph.models import CommModel
     from penstock.ir.schedule import Schedule
 
     Ints = NDArray[np.signedinteger[Any]]
-
-#: So many edges at once: what is made of them fits into the caches.
-_BLOCK: Final = 1 << 15
 
 #: A longer way round tells nobody more.
 MOST_LINKS: Final = 12
@@ -56,9 +53,9 @@ def deadlocked(leaves: Leaves, model: CommModel, turns: Ints | None = None, *, a
     Whoever made the schedule may hand over ``turns``, one per action. If everything that is waited for has an earlier
     turn than what waits, there is no cycle, and no need to walk. ``alone`` says that nothing else is wrong.
     """
-    graph = event_graph(leaves, model)
-    if turns is not None and _all_wait_for_earlier(graph, turns):
+    if turns is not None and all(_all_wait_for_earlier(part, model, turns) for part in parts(leaves)):
         return
+    graph = event_graph(leaves, model)
     starts = _starts(graph)
     if (starts != UNREACHED).all():
         return
@@ -66,19 +63,16 @@ def deadlocked(leaves: Leaves, model: CommModel, turns: Ints | None = None, *, a
     yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(leaves, cycle, model, alone=alone))
 
 
-def _all_wait_for_earlier(graph: EventGraph, turns: Ints) -> bool:
-    cell = graph.leaves.cell
-    turn = np.zeros(len(graph.node), np.int64)
-    turn[cell] = turns
-    one_each = turn[graph.node[cell]] == turns  # else what is one event has two turns, and they prove nothing
-    # A receive may have the turn of its send: no circle is made of messages alone.
-    message = REASONS.index("message")
-    if not one_each.all():
+def _all_wait_for_earlier(part: Part, model: CommModel, turns: Ints) -> bool:
+    within, cell = turns[part.begin : part.end], part.leaves.cell[part.begin : part.end]
+    # What is one event has one turn, else the turns prove nothing.
+    if ((cell[1:] == cell[:-1]) & (within[1:] != within[:-1])).any():
         return False
-    for begin in range(0, len(graph.reason), _BLOCK):
-        edges = slice(begin, begin + _BLOCK)
-        apart = graph.reason[edges] != message
-        if (turns[graph.awaited[edges]] + apart > turns[graph.waiting[edges]]).any():
+    if model.capacity == 0 and (turns[part.operation] != turns[part.partner]).any():
+        return False
+    for reason, awaited, waiting in part.edges(model):
+        # A receive may have the turn of its send: no circle is made of messages alone.
+        if (turns[awaited] + (reason != "message") > turns[waiting]).any():
             return False
     return True
 

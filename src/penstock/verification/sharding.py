@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from penstock.graph.blocks import blocks, whole_rows
+from penstock.graph.sorting import stable_order
+from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, RESHARD, UNSHARD, Action
 from penstock.verification.findings import Finding, Problem, action_at, at, position
 
@@ -22,16 +25,9 @@ def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
     if not len(leaves.are(UNSHARD, RESHARD)):
         return
     places = leaves.are(UNSHARD, RESHARD, *COMPUTE)
-    places = places[leaves.stage[places].argsort(kind="stable")]
-    stage, unshards = leaves.stage[places], leaves.is_kind(places, UNSHARD)
-    changes = unshards | leaves.is_kind(places, RESHARD)
-    # The last change before each of them, if it is of the same stage.
-    last = np.zeros(len(places), np.int64)
-    np.maximum.accumulate((changes * np.arange(len(places)))[:-1], out=last[1:])
-    gathered = unshards[last] & (stage[last] == stage)
-    gathered[0] = False
-    if (gathered != unshards).all():
-        return  # whatever is not an UNSHARD has the parameters, and an UNSHARD has not
+    if leaves.all_at_home and all(_Uses.of(leaves, mine).are_well for mine in _in_parts(leaves, places)):
+        return
+    places, stage, unshards, changes, gathered = _Uses.of(leaves, places)
     begins = np.append(True, stage[1:] != stage[:-1])
     behind_change = begins | np.append(False, changes[:-1])
     starved = ~changes & ~gathered
@@ -47,6 +43,52 @@ def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
         places[changes & ~unshards & ~gathered & behind_change],
         at(leaves, "resharded_twice", "{}, but the stage is not unsharded", "drop it"),
     )
+
+
+class _Uses(NamedTuple):
+    """The uses of parameters and the changes to them, stage by stage, in order.
+
+    Attributes:
+        places: where they are.
+        stage: the stage of each.
+        unshards: which of them are an UNSHARD.
+        changes: which are that or a RESHARD.
+        gathered: which of them find the parameters gathered.
+    """
+
+    places: Places
+    stage: Places
+    unshards: NDArray[np.bool_]
+    changes: NDArray[np.bool_]
+    gathered: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, leaves: Leaves, places: Places) -> _Uses:
+        """Those at these places."""
+        stage = packed.stages(leaves.codes[places])
+        order = stable_order(stage)
+        places, stage = places[order], stage[order]
+        unshards = leaves.is_kind(places, UNSHARD)
+        changes = unshards | leaves.is_kind(places, RESHARD)
+        # The last change before each of them, if it is of the same stage.
+        last = np.zeros(len(places), np.int64)
+        np.maximum.accumulate((changes * np.arange(len(places)))[:-1], out=last[1:])
+        gathered = unshards[last] & (stage[last] == stage)
+        gathered[:1] = False
+        return cls(places, stage, unshards, changes, gathered)
+
+    @property
+    def are_well(self) -> bool:
+        """Whether whatever is not an UNSHARD has the parameters, and no UNSHARD has."""
+        return bool((self.gathered != self.unshards).all())
+
+
+def _in_parts(leaves: Leaves, places: Places) -> Iterator[Places]:
+    """The places on some ranks at once, as many as fill a block: if all are at home, each stage is on one of them."""
+    if len(blocks(len(places))) == 1:
+        return iter((places,))
+    bounds = places.searchsorted(leaves.offsets).tolist()
+    return (places[bounds[ranks.start] : bounds[ranks.stop]] for ranks in whole_rows(bounds))
 
 
 def _starved(leaves: Leaves, places: Places, first: NDArray[np.bool_], ends: NDArray[np.bool_]) -> Iterator[Problem]:

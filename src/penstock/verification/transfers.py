@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.graph.blocks import blocks
 from penstock.graph.leaves import NOWHERE
 from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
@@ -40,16 +41,19 @@ def _all_well(leaves: Leaves, transfer: Transfer) -> bool:
     """Whether everything that this kind of transfer is for is sent once and received once, in time."""
     sent, received = leaves.table(transfer.send), leaves.table(transfer.receive)
     made, needed = leaves.table_of_any(transfer.made_by), leaves.table_of_any(transfer.needed_by)
-    users = (needed != NOWHERE).nonzero()[0]
-    sources = users - transfer.stage_offset * leaves.stride
-    home, source_home = leaves.home_of_slot[users], leaves.home_of_slot[sources]
-    away = ((home != source_home) & (source_home != NOWHERE)).nonzero()[0]
-    users, sources = users[away], sources[away]
-    if not len(users) == len(leaves.are(transfer.send)) == len(leaves.are(transfer.receive)):
-        return False
-    maker, receive = made[sources], received[users]
-    in_time = (maker < sent[sources]) & (receive < needed[users])
-    return bool((in_time & (np.minimum(maker, receive) != NOWHERE)).all())
+    count = 0
+    for block in blocks(len(needed)):
+        users = (needed[block] != NOWHERE).nonzero()[0] + block.start
+        sources = users - transfer.stage_offset * leaves.stride
+        home, source_home = leaves.home_of_slot[users], leaves.home_of_slot[sources]
+        away = ((home != source_home) & (source_home != NOWHERE)).nonzero()[0]
+        users, sources = users[away], sources[away]
+        maker, receive = made[sources], received[users]
+        in_time = (maker < sent[sources]) & (receive < needed[users])
+        if not (in_time & (np.minimum(maker, receive) != NOWHERE)).all():
+            return False
+        count += len(users)
+    return count == leaves.count(transfer.send) == leaves.count(transfer.receive)
 
 
 def _across(leaves: Leaves, kind: ComputationType, offset: int) -> Generator[Problem, None, Ints]:
