@@ -58,7 +58,9 @@ class _PipelineStage(_PipelineStageBase):
             )
         self.node: fx.Node = calls[stage_index]
         self.name = self.node.name
-        self.submod_to_stage_index = {node.name: index for index, node in reversed(list(enumerate(calls)))}
+        self.submod_to_stage_index: dict[str, int] = {}
+        for index, node in enumerate(calls):
+            self.submod_to_stage_index.setdefault(node.name, index)
         logger.info("[%s] stage %s is %s", self.group_rank, stage_index, self.name)
         self._move_submod_to_device()
 
@@ -72,8 +74,7 @@ class _PipelineStage(_PipelineStageBase):
         if submod_name not in self.submod_to_stage_index:
             known = ", ".join(self.submod_to_stage_index)
             raise PipeliningMetadataError(f"no stage is called {submod_name!r}; there are {known}")
-        index: int = self.submod_to_stage_index[submod_name]
-        return index
+        return self.submod_to_stage_index[submod_name]
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
         """The stage that a user of an output is; None if it is none."""
