@@ -156,7 +156,9 @@ def custom_context(setting: Setting) -> Any:
         stage = next(stage for stage in ctx.schedule_ref._stages if stage.stage_index == action.stage_index)
         targets = None if ctx.target_mbs is None else [len(part) for part in ctx.target_mbs]
         rows = [[len(value) for value in values] for values in ctx.arg_mbs]
-        seen.append((str(action), rows, ctx.kwarg_mbs, targets, ctx.losses, ctx.schedule_ref is schedule))
+        seen.append(
+            (str(action), rows, ctx.kwarg_mbs, targets, type(ctx.losses).__name__, ctx.schedule_ref is schedule)
+        )
         stage.perform_reduce_grad(setting.microbatches)
 
     schedule.register_custom_function(setting.pp.schedules.REDUCE_GRAD, look)

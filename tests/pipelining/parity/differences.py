@@ -52,6 +52,12 @@ DIFFERENCES = [
         "torch divides .grad by the number of microbatches after every step, also what earlier steps have left there",
     ),
     Difference(
+        ("uneven_microbatches",),
+        TRAINING,
+        "torch receives every microbatch into a buffer of the size of the first",
+        least_ranks=2,
+    ),
+    Difference(
         ("microbatches_already_split",),
         SCHEDULES,
         "torch 2.13 has no arg_mbs, kwarg_mbs and target_mbs; later versions have",

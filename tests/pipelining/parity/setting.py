@@ -178,13 +178,13 @@ class Setting:
         return value if self.has_last else None
 
     def step(self, schedule: Any, *, function: str = "step", batch: Any = None, **named: Any) -> dict[str, Any]:
-        """A step, or an evaluation: what it returns and its losses."""
+        """A step, or an evaluation: what it returns and its losses, as values: their history has been used up."""
         x, target = batch or self.batch
         losses: list[torch.Tensor] = []
         if self.case.schedule != FORWARD_ONLY:
             named = {"target": self.last(target), "losses": losses, **named}
         output = getattr(schedule, function)(*self.first(x), **named)
-        return {"output": output, "losses": list(losses)}
+        return {"output": _detached(output), "losses": _detached(losses)}
 
     def gradients(self, modules: dict[int, nn.Module], *, none_is_zero: bool = False) -> dict[str, Any]:
         """By name; None for a parameter without."""

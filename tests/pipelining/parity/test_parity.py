@@ -98,7 +98,7 @@ CASES = [
     *(Case(name, FORWARD_ONLY, 2, static) for name in OF_FORWARDS for static in (False, True)),
     *(Case(name, "GPipe", 2, static) for name in ONCE for static in (False, True)),
     *(Case("custom_overlap", "DualPipeV", 2, static) for static in (False, True)),
-    *(Case("uneven_microbatches", schedule, 1) for schedule in TRAINING),
+    *(Case("uneven_microbatches", schedule, ranks) for schedule in TRAINING for ranks in (1, 2)),
     *(Case(name, "GPipe", 1) for name in MISTAKES),
     Case("mistakes_of_groups", "GPipe", 2),
     *(Case(name, schedule, 4) for name in ("iterations", "train_then_eval") for schedule in TRAINING),

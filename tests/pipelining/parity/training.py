@@ -329,7 +329,7 @@ def input_with_gradient(setting: Setting) -> Any:
 
 @scenario
 def uneven_microbatches(setting: Setting) -> Any:
-    """A batch that cannot be split evenly: the first microbatches have a row more. All stages are on one rank."""
+    """A batch that cannot be split evenly: the first microbatches have a row more."""
     setting.rows += setting.microbatches // 2  # before the batch is made
     modules = setting.use(Layer)
     loss_fn = torch.nn.MSELoss(reduction="sum")
@@ -475,7 +475,7 @@ def microbatches_already_split(setting: Setting) -> Any:
     losses: list[Any] = []
     if setting.has_last and setting.case.schedule != FORWARD_ONLY:
         named |= {"target_mbs": list(target.tensor_split(count)), "losses": losses}
-    found = {"output": schedule.step(**named), "losses": losses}
+    found = {"output": schedule.step(**named), "losses": list(losses)}
     setting.expect_step(found, named={"scale": scale})
     setting.expect_gradients(modules)
     evaluated = {"output": schedule.eval(**named), "losses": list(losses)}
