@@ -356,3 +356,75 @@ def test_signatures_that_programs_look_at(package):
     assert "get_mesh" in inspect.signature(stage).parameters
     assert "scale_grads" in inspect.signature(package.schedules.ScheduleGPipe).parameters
     assert "loss_kwargs" in inspect.signature(package.schedules.ScheduleGPipe.step).parameters
+
+
+# Between steps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("way", ["in place", "row", "whole"])
+def test_an_order_is_changed_between_steps(package, way):
+    """Wherever in it: the next step runs what is there."""
+    model, (x, target) = layers(2), data()
+    schedule = pipelined(package, "Interleaved1F1B", model)
+    seen = []
+    schedule.register_custom_function(package.schedules.REDUCE_GRAD, lambda action, ctx: seen.append(str(action)))
+    schedule.step(x, target=target)
+    rows = schedule.pipeline_order_with_comms
+    first = next(action for action in rows[0] if str(action) == "0REDUCE_GRAD")
+    if way == "in place":
+        rows[0].remove(first)
+    else:
+        without = [action for action in rows[0] if action != first]
+        if way == "row":
+            rows[0] = without
+        else:
+            schedule.pipeline_order_with_comms = {0: without}
+    schedule.step(x, target=target)
+    assert seen == ["1REDUCE_GRAD", "0REDUCE_GRAD", "1REDUCE_GRAD"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_order_of_time_steps_is_changed_between_steps(package):
+    model, (x, target) = layers(1), data()
+    expected = unsplit(model, x, target)
+    stage = package.stage.PipelineStage(model[0], 0, 1, CPU)
+    schedule = package.schedules.PipelineScheduleMulti([stage], 2, loss_fn=summed, scale_grads=False)
+    for row in ("0F0 0F1 0B0 0B1", "0F0 0F1 0B1 0B0", "0F0 0F1 . 0I0 0I1 0W1 0W0"):
+        model.zero_grad()
+        schedule.pipeline_order = package.rows(row)
+        schedule._validate_and_set_stage_mapping(schedule.pipeline_order)
+        torch.testing.assert_close(schedule.step(x, target=target), expected.output)
+        assert_gradients(model, [0], expected.gradients)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+def test_the_number_of_microbatches_is_changed_between_steps(package, name):
+    model, (x, target) = layers(1), data()
+    expected = unsplit(model, x, target)
+    schedule = pipelined(package, name, model)
+    for microbatches in (4, 2, 8):
+        model.zero_grad()
+        schedule._n_microbatches = microbatches
+        schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
+        losses = []
+        torch.testing.assert_close(schedule.step(x, target=target, losses=losses), expected.output)
+        assert len(losses) == microbatches
+        assert_gradients(model, [0], expected.gradients)
+    schedule._n_microbatches = 2  # fewer of the same size: nothing is found anew
+    torch.testing.assert_close(schedule.step(x[:2], target=target[:2]), expected.output[:2])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", STAGES)
+def test_the_scale_is_changed_between_steps(package, name):
+    model, (x, target) = layers(STAGES[name]), data()
+    expected = unsplit(model, x, target)
+    schedule = pipelined(package, name, model)
+    for scale in (True, False, True):
+        model.zero_grad()
+        schedule.scale_grads = scale
+        schedule.step(x, target=target)
+        divided = {key: value / MICROBATCHES if scale else value for key, value in expected.gradients.items()}
+        assert_gradients(model, range(STAGES[name]), divided)

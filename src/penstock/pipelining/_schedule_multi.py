@@ -161,6 +161,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             order,
             self.rank,
             self._stages,
+            self._n_microbatches,
             {},
             trains,
             lambda: of_order(

@@ -44,6 +44,7 @@ class Kept:
         rows: Mapping[int, Sequence[Any]],
         rank: int,
         stages: Sequence[Any],
+        microbatches: int,
         customs: Mapping[ComputationType, Custom],
         trains: bool,
         make: Callable[[], Program],
@@ -54,7 +55,8 @@ class Kept:
         """
         others = [rows[each] for each in rows]
         sharded = [isinstance(stage.submod, FSDPModule) for stage in stages]
-        facts = (rows[rank], list(stages), dict(customs), [*rows], sharded, [*map(id, others)], [*map(len, others)])
+        sizes = [microbatches, *map(len, others)]
+        facts = (rows[rank], list(stages), dict(customs), [*rows], sharded, [*map(id, others)], sizes)
         program, known = self._made.get(trains, (None, ()))
         if program is None or facts != known[:-1]:
             program = make()

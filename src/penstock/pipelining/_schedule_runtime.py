@@ -196,6 +196,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             rows,
             self.rank,
             self._stages,
+            self._n_microbatches,
             customs,
             trains,
             lambda: of_order(

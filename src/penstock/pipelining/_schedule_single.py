@@ -99,7 +99,9 @@ class PipelineScheduleSingle(_PipelineSchedule):
         self._initialize_stage(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
         self._coming = ([], [])
         trains = self._has_backward
-        program = self._kept.program(_NO_ORDER, 0, [self._stage], {}, trains, lambda: make(trains))
+        program = self._kept.program(
+            _NO_ORDER, 0, [self._stage], self._n_microbatches, {}, trains, lambda: make(trains)
+        )
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         if by_peer:
             step.post = _posted_by_peer
