@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipelining.parity.setting import IN_A_V, SCHEDULES, SPLITTING, TRAINING, Case
+from pipelining.parity.setting import IN_A_V, MULTI, SCHEDULES, SPLITTING, TRAINING, Case
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Scenarios by name, with these schedules; ``static`` if it is about one of both modes."""
+    """Scenarios by name, with these schedules on so many ranks; ``static`` if it is about one of both modes."""
 
     scenarios: tuple[str, ...]
     schedules: tuple[str, ...]
     why: str
     static: bool | None = None
-    least_ranks: int = 1
+    ranks: tuple[int, ...] = (1, 2, 4)
 
     def covers(self, case: Case) -> bool:
         return (
             case.scenario in self.scenarios
             and case.schedule in self.schedules
             and self.static in (None, case.static)
-            and case.ranks >= self.least_ranks
+            and case.ranks in self.ranks
         )
 
 
@@ -44,7 +44,6 @@ DIFFERENCES = [
         ("orders",),
         ("1F1B",),
         "the pipeline_order of torch's 1F1B has other numbers of microbatches than its step() runs",
-        least_ranks=2,
     ),
     Difference(
         ("scaled_gradients_add_up",),
@@ -55,7 +54,7 @@ DIFFERENCES = [
         ("uneven_microbatches",),
         TRAINING,
         "torch receives every microbatch into a buffer of the size of the first",
-        least_ranks=2,
+        ranks=(2, 4),
     ),
     Difference(
         ("microbatches_already_split",),
@@ -74,6 +73,12 @@ DIFFERENCES = [
         "torch's schedules in a V cannot go forward only: the hand-over of gradients on one rank raises",
     ),
     Difference(
+        ("without_loss", "eval_then_train", "train_then_eval", "without_gradients"),
+        MULTI,
+        "the same, where all stages are on one rank",
+        ranks=(1,),
+    ),
+    Difference(
         ("two_tensors",),
         SPLITTING,
         "torch detaches outputs in place in I; a later backward that has saved one raises",
@@ -87,6 +92,12 @@ DIFFERENCES = [
         ("deferred_receives",),
         ("InterleavedZeroBubble", "ZBVZeroBubble"),
         "torch's deferred receives may be in another order than the sends: they get each other's data, or hang",
+    ),
+    Difference(
+        ("deferred_receives",),
+        ("DualPipeV",),
+        "the same, on more ranks",
+        ranks=(4,),
     ),
     Difference(
         ("zoo_v_shaped", "zoo_unbalanced"),
