@@ -89,6 +89,9 @@ class Contestant:
         """Forward and backward of all microbatches."""
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Let go of the outputs of a step, as a program does that is done with them."""
+
     def close(self) -> None:
         """Let go of connections and threads."""
 
@@ -107,12 +110,12 @@ class Torch(Contestant):
         rank_of = case.compute.placement.rank_of
         self.modules = case.modules
         self.losses: list[torch.Tensor] = []
-        stages = [
+        self.stages = [
             self.stage(module, index, len(rank_of), torch.device("cpu")) for index, module in self.modules.items()
         ]
         kind = self.schedules.get_schedule_class(case.schedule)
         single = issubclass(kind, self.schedules.PipelineScheduleSingle)
-        self.schedule = kind(stages[0] if single else stages, case.microbatches, loss_fn=loss_function)
+        self.schedule = kind(self.stages[0] if single else self.stages, case.microbatches, loss_fn=loss_function)
         x, target = case.batch
         self.arguments = (x,) if 0 in self.modules else ()
         self.target = target if len(rank_of) - 1 in self.modules else None
@@ -121,6 +124,11 @@ class Torch(Contestant):
         """As its users call it."""
         self.losses = []
         self.schedule.step(*self.arguments, target=self.target, losses=self.losses)
+
+    def release(self) -> None:
+        """Stages keep their outputs for the program to read."""
+        for stage in self.stages:
+            stage.output_chunks.clear()
 
 
 class DropIn(Torch):

@@ -131,6 +131,7 @@ def held(kind: Callable[[Case], Contestant], case: Case) -> Held:
         for _ in range(2):
             contestant.step()
             clear(contestant)
+            contestant.release()
             contestant.losses = []
         mark("begin")
         contestant.step()
