@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from penstock.pipelining._schedule_engine import Step
 from penstock.pipelining._schedule_passes import OrderError
+from penstock.pipelining._schedule_preparations import Preparation
 from penstock.pipelining._schedule_programs import Kept
+from penstock.pipelining._schedule_scaling import divided_once
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from penstock.pipelining._schedule_engine import Program
     from penstock.pipelining.microbatch import TensorChunkSpec
@@ -59,6 +61,7 @@ class _PipelineSchedule(ABC):
         self._internal_losses: list[torch.Tensor] = []
         self._loss_places: dict[int, int] = {}
         self._kept = Kept()
+        self._preparation = Preparation()
         logger.info("Using %s", type(self).__name__)
 
     # Losses -----------------------------------------------------------------------------------------------------------
@@ -157,6 +160,7 @@ class _PipelineSchedule(ABC):
             fwd_initialized = bwd_initialized = False
         for_backward = self._has_backward and not bwd_initialized
         if fwd_initialized and not for_backward:
+            self._preparation.restore()
             return fwd_initialized, bwd_initialized
         stages = sorted(stages, key=lambda stage: stage.stage_index)
         for stage in stages:
@@ -172,6 +176,7 @@ class _PipelineSchedule(ABC):
         for stage in stages:
             if hasattr(stage, "_post_metadata_inference_cleanup"):
                 stage._post_metadata_inference_cleanup()
+        self._preparation = Preparation(stages)
         return True, bwd_initialized or for_backward
 
     #: What all microbatches of the step that begins are called with.
@@ -339,10 +344,10 @@ class _PipelineSchedule(ABC):
 
     def _run(self, program: Program, step: Step) -> None:
         """Run a program."""
-        if program.scaled and self.scale_grads and self._n_microbatches != 1:
-            _multiply_gradients(program.scaled, self._n_microbatches)
+        factor = self._n_microbatches if self.scale_grads else 1
         try:
-            program.run(step, replaceable().record_function, self._tell_failure)
+            with divided_once(program.scaled, factor):
+                program.run(step, replaceable().record_function, self._tell_failure)
         except BaseException:
             self._forget_losses()
             raise
@@ -392,29 +397,6 @@ def _take_given_shapes(stages: list[Any], has_backward: bool) -> None:
                 "PipelineStage"
             )
         stage._inference_mode = InferenceMode.STATIC
-
-
-def _multiply_gradients(stages: Sequence[Any], factor: int) -> None:
-    """Make up for the division of all gradients after this step: what earlier steps left there is divided already."""
-    gradients = [
-        parameter.grad
-        for stage in stages
-        if isinstance(stage.submod, torch.nn.Module) and _divides(stage)
-        for parameter in stage.submod.parameters()
-        if parameter.grad is not None
-    ]
-    if gradients:
-        with torch.no_grad():
-            torch._foreach_mul_(gradients, factor)
-
-
-def _divides(stage: Any) -> bool:
-    """Whether a stage divides the gradients of its module: one that has its own way of it may not."""
-    usual = replaceable()._PipelineStageBase
-    return all(
-        getattr(getattr(stage, name, None), "__func__", None) is getattr(usual, name)
-        for name in ("scale_grads", "perform_reduce_grad")
-    )
 
 
 def _untouched_generators(stages: list[Any]) -> Any:

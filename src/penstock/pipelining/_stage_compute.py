@@ -12,6 +12,7 @@ from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._stage_edges import StageEdges
 from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple
 from penstock.pipelining._utils import (
+    InferenceMode,
     PipeliningMetadataError,
     TensorMeta,
     flatten_args,
@@ -21,7 +22,7 @@ from penstock.runtime.engine import accumulate, is_shared, taken
 from penstock.runtime.split_backward import SplitBackward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
@@ -33,6 +34,10 @@ class StageCompute(StageEdges):
 
     _split: SplitBackward | None = None
     _without_gradient: list[torch.Tensor] | None = None
+    #: The identities of weights that another stage has, too, and divides the gradients of.
+    _divided_later: Collection[int] = ()
+    #: Whether the gradients of this step are divided.
+    _is_divided = False
 
     def forward_one_chunk(
         self,
@@ -119,7 +124,7 @@ class StageCompute(StageEdges):
         by_keyword = self._by_keyword.pop(bwd_chunk_id, 0)
         beginning = {
             "stage_output": loss if self.is_last else outputs,
-            "output_grads": None if self.is_last else self._output_gradients(bwd_chunk_id),
+            "output_grads": None if self.is_last else self._output_gradients(bwd_chunk_id, outputs),
             # Arguments by keyword belong to the user, and so do their gradients.
             "input_values": inputs[:-by_keyword] if by_keyword else inputs,
         }
@@ -148,12 +153,27 @@ class StageCompute(StageEdges):
             or kind.backward_one_chunk is not StageCompute.backward_one_chunk
         )
 
-    def _output_gradients(self, microbatch: int) -> Gradients:
+    def _output_gradients(self, microbatch: int, outputs: tuple[Any, ...]) -> Gradients:
         gradients = self._retrieve_recv_grads(microbatch)
+        for index, gradient in enumerate(gradients):
+            if gradient is None and self._requires_gradient_now(outputs, index, microbatch):
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index} microbatch {microbatch}: output {index} requires a gradient, but did "
+                    "not when the stages agreed on what goes between them, so none comes. Make a new schedule after "
+                    "parameters were unfrozen, or give output_args and input_args that require a gradient"
+                )
         if self._runtime_validate:
             what = f"Stage {self.stage_index} backward input (output_grads)"
             self._validate_stage_tensors(what, self._metas_of(microbatch).output_grads, gradients)
         return gradients
+
+    def _requires_gradient_now(self, outputs: tuple[Any, ...], index: int, microbatch: int) -> bool:
+        """Whether an output has a history, and was found to have none before the first step."""
+        metas = self._metas_of(microbatch).outputs or ()
+        was_found = getattr(self, "_inference_mode", None) == InferenceMode.DYNAMIC
+        if not was_found or index >= min(len(metas), len(outputs)) or metas[index].requires_grad:
+            return False
+        return isinstance(outputs[index], GradientEdge) or _needs_gradient(outputs[index])
 
     def _run_or_keep(self, microbatch: int, run: bool) -> None:
         """What the user's function gives for the weights: now, or when their turn comes."""
@@ -309,17 +329,27 @@ class StageCompute(StageEdges):
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide all gradients, once in a step: by the number of microbatches if the loss is a mean, by 1 for a sum."""
+        self._is_divided = True
         if grad_scale_factor == 1:
             return
-        gradients = [parameter.grad for parameter in self.submod.parameters() if parameter.grad is not None]
-        if gradients:
-            torch._foreach_div_(gradients, grad_scale_factor)
+        later = self._divided_later
+        gradients = [one.grad for one in self.submod.parameters() if one.grad is not None and id(one) not in later]
+        for alike in of_one_kind(gradients):
+            torch._foreach_div_(alike, grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """REDUCE_GRAD: all backwards of the step are done. Share the gradients with other replicas, and scale them."""
         self._parallel.reduce()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
+
+
+def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors apart by their type: one operation on many does not take DTensors together with others."""
+    kinds: dict[type, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(type(tensor), []).append(tensor)
+    return list(kinds.values())
 
 
 _BACKWARDS: Final[dict[str, Callable[[StageCompute, dict[str, Any]], tuple[Gradients, Any]]]] = {
