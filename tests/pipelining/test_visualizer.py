@@ -13,6 +13,8 @@ from penstock.pipelining.schedules import PipelineScheduleMulti, ScheduleInterle
 SINGLE = ["GPipe", "1F1B"]
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 SIZES = [(2, 4), (3, 8), (4, 8)]
+#: Where torch defers a receive behind one that would then get its message.
+OTHER_ORDER = ["InterleavedZeroBubble", "ZBVZeroBubble"]
 
 
 def rows(module, *args, **settings):
@@ -41,8 +43,10 @@ def test_rows_are_those_of_torch(name, stages):
 def test_rows_with_communication_are_those_of_torch(name, deferred):
     for ranks, microbatches in SIZES[:2]:
         settings = {"with_comms": True, "defer_pp_recv": deferred}
-        found = rows(ours, name, ranks, microbatches, **settings)
-        assert same(found, rows(upstream, name, ranks, microbatches, **settings))
+        found, expected = (rows(module, name, ranks, microbatches, **settings) for module in (ours, upstream))
+        if deferred and name in OTHER_ORDER:
+            found, expected = (list(map(sorted, each)) for each in (found, expected))
+        assert same(found, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in MULTI if name != "ZBVZeroBubble"])
