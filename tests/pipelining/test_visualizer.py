@@ -14,7 +14,7 @@ SINGLE = ["GPipe", "1F1B"]
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 SIZES = [(2, 4), (3, 8), (4, 8)]
 #: Where torch defers a receive behind one that would then get its message.
-OTHER_ORDER = ["InterleavedZeroBubble", "ZBVZeroBubble"]
+OTHER_ORDER = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
 def rows(module, *args, **settings):
