@@ -7,6 +7,7 @@ replaces on a stage counts. A program refers to stages only, never to the schedu
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -87,7 +88,7 @@ class Line(NamedTuple):
 
     Attributes:
         run: what is done; None if nothing is.
-        label: what a profiler shows for it.
+        label: what a profiler shows for it; None for nothing.
         step: the place of its action in the rank's row.
     """
 
@@ -120,7 +121,7 @@ class Program:
             failed: is told the place of the action that raises.
         """
         if torch._C._autograd._profiler_enabled():
-            self._run_named(step, named)
+            self._run_named(step, named, failed)
             return
         place = 0
         try:
@@ -130,12 +131,18 @@ class Program:
             failed(self._steps[place])
             raise
 
-    def _run_named(self, step: Step, named: Callable[[str], AbstractContextManager[object]]) -> None:
+    def _run_named(
+        self, step: Step, named: Callable[[str], AbstractContextManager[object]], failed: Callable[[int], None]
+    ) -> None:
         for label, lines in groupby(self._lines, attrgetter("label")):
-            with named(label or "wait for sends"):
+            with nullcontext() if label is None else named(label):
                 for line in lines:
-                    if line.run is not None:
-                        line.run(step)
+                    try:
+                        if line.run is not None:
+                            line.run(step)
+                    except Exception:
+                        failed(line.step)
+                        raise
 
 
 class Calls(NamedTuple):
