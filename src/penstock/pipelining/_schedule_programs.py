@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD
+from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, RECV_B, RECV_F, REDUCE_GRAD
 from penstock.pipelining._schedule_actions import _get_profiler_function_name
 from penstock.pipelining._schedule_engine import (
     Calls,
@@ -24,9 +26,10 @@ from penstock.pipelining._schedule_engine import (
     send_forward,
 )
 from penstock.pipelining._schedule_sends import ends_of_sends
+from penstock.pipelining._stage_base import _PipelineStageBase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_actions import _Action
@@ -95,6 +98,7 @@ def of_order(
     ended, left = ends_of_sends(rows, rank)
     lines: list[Line] = []
     scaled: list[Any] = []
+    receives: set[int] = set()
     done: Counter[int] = Counter()
     for place, action in enumerate(row):
         kind, label = action.computation_type, _get_profiler_function_name(action)
@@ -103,6 +107,8 @@ def of_order(
         if kind in customs:
             lines.append(Line(custom(customs[kind], action), label, place))
         else:
+            if kind in (RECV_F, RECV_B):
+                receives.add(len(lines))
             lines.append(Line(maker.operation(action, place), label, place))
             scaled += [maker.stage(action)] if kind is REDUCE_GRAD and trains else []
         for leaf in action.leaves if scales_after_backward and trains else ():
@@ -113,7 +119,31 @@ def of_order(
                     scaled.append(stages[leaf.stage_index])
     if left:
         lines.append(Line(ending(left), None, len(row) - 1))
+    if not customs and _may_post_ahead(stages.values()):
+        lines = _posted_ahead(lines, receives, row)
     return Program(lines, scaled)
+
+
+#: By how many compute actions a receive is posted earlier than it stands: a message needs a moment until it can come.
+_AHEAD: Final = 2
+
+
+def _may_post_ahead(stages: Iterable[Any]) -> bool:
+    """Whether a receive may be posted before sends that it stands behind: where these do not stand in one line."""
+    return all(
+        isinstance(stage, _PipelineStageBase) and stage.device.type == "cpu" and dist.get_backend(stage.group) == "gloo"
+        for stage in stages
+    )
+
+
+def _posted_ahead(lines: Sequence[Line], receives: set[int], row: Sequence[_Action]) -> list[Line]:
+    """The lines that are receives, each moved ahead of some compute actions; they keep their order."""
+    computed = [0, *accumulate(action.is_compute for action in row)]
+    keys = [
+        (computed[line.step] - _AHEAD, 0, place) if place in receives else (computed[line.step], 1, place)
+        for place, line in enumerate(lines)
+    ]
+    return [lines[place] for _, _, place in sorted(keys)]
 
 
 #: How many sends of a chain of stages are under way at most. To wait for the last few would cost time: a rank that is
@@ -154,7 +184,7 @@ def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool, backw
 def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool) -> Program:
     """Fill, one backward and one forward by turns, drain. What goes to a neighbour goes with what comes from it.
 
-    Both wait for both then, so that sends are over when they are; and neither waits to send to the other.
+    Neither waits to send to the other then.
     """
     chain = _OneFOneB(stage, Maker({stage.stage_index: stage}, microbatches, calls, trains=trains))
     ahead = min(microbatches, stages - stage.stage_index)
@@ -164,6 +194,11 @@ def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, 
     if trains:
         chain.operations.append(reduction(stage, microbatches))
     return Program([Line(each, None, place) for place, each in enumerate(chain.operations)], [stage] if trains else [])
+
+
+#: Where the sends of a meeting are kept until the next one.
+_MEETING: Final = -1
+_end_meeting: Final = ending([_MEETING])
 
 
 class _OneFOneB:
@@ -200,6 +235,7 @@ class _OneFOneB:
             self._meet("bwd_recv", received_backward=number)
             self._backward(number)
             self._send(send_backward, number, "bwd_send")
+        self.operations.append(_end_meeting)
         self._end_send()
 
     def _forward(self, number: int) -> None:
@@ -231,19 +267,28 @@ def _meeting(
     received_forward: int | None = None,
     received_backward: int | None = None,
 ) -> Operation:
-    """Send and receive together, each if there is a microbatch for it, and wait for all of it."""
+    """Send and receive together, each if there is a microbatch for it, and wait for what is received.
+
+    What is sent is waited for before the next time, where it has a work of its own.
+    """
 
     def meet(step: Step) -> None:
-        messages = []
+        sent: list[Any] = []
+        received: list[Any] = []
         if sent_forward is not None:
-            messages += stage.get_fwd_send_ops(sent_forward)
+            sent += stage.get_fwd_send_ops(sent_forward)
         if sent_backward is not None:
-            messages += stage.get_bwd_send_ops(sent_backward)
+            sent += stage.get_bwd_send_ops(sent_backward)
         if received_forward is not None:
-            messages += stage.get_fwd_recv_ops(received_forward)
+            received += stage.get_fwd_recv_ops(received_forward)
         if received_backward is not None:
-            messages += stage.get_bwd_recv_ops(received_backward)
-        if messages:
-            step.wait(step.post(messages, told))
+            received += stage.get_bwd_recv_ops(received_backward)
+        _end_meeting(step)
+        if sent or received:
+            works = step.post(sent + received, told)
+            if received and len(works) == len(sent) + len(received):
+                step.sends[_MEETING] = works[: len(sent)]
+                works = works[len(sent) :]
+            step.wait(works)
 
     return meet
