@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -129,10 +130,22 @@ _AHEAD: Final = 2
 
 
 def _may_post_ahead(stages: Iterable[Any]) -> bool:
-    """Whether a receive may be posted before sends that it stands behind: where these do not stand in one line."""
-    return all(
-        isinstance(stage, _PipelineStageBase) and stage.device.type == "cpu" and dist.get_backend(stage.group) == "gloo"
+    """Whether receives may be posted before sends that they stand behind: where messages do not stand in one line.
+
+    Not with a stage that has a way of its own to receive, which may rely on the order of its calls.
+    """
+    return dist.is_initialized() and all(
+        _receives_in_the_usual_way(stage)
+        and torch.device(stage.device).type == "cpu"
+        and dist.get_backend(stage.group) == "gloo"
         for stage in stages
+    )
+
+
+def _receives_in_the_usual_way(stage: Any) -> bool:
+    return all(
+        getattr(getattr(stage, name, None), "__func__", None) is getattr(_PipelineStageBase, name)
+        for name in ("get_fwd_recv_ops", "get_bwd_recv_ops")
     )
 
 
