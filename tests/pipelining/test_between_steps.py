@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from penstock.pipelining import (
@@ -137,3 +138,36 @@ def test_a_step_that_fails_leaves_the_gradients_of_earlier_steps(schedule_class,
     failing = False
     schedule.step(x, target=target)
     assert_steps(model, expected, 2)
+
+
+@pytest.mark.parametrize("schedule_class", [ScheduleInterleaved1F1B, ScheduleZBVZeroBubble])
+def test_a_step_that_fails_leaves_no_gradients_in_sharded_stages(schedule_class):
+    model, (x, target) = layers(2), data()
+    expected = unsplit(model, x, target, averaged)
+    for module in model:
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    optimizer, microbatches = torch.optim.SGD(model.parameters()), 0
+
+    def loss_fn(output, target):
+        nonlocal microbatches
+        microbatches += 1
+        if microbatches == MICROBATCHES:
+            raise ArithmeticError
+        return averaged(output, target)
+
+    schedule = schedule_class(stages_of(model), MICROBATCHES, loss_fn=loss_fn)
+    with pytest.raises(ArithmeticError):
+        schedule.step(x, target=target)
+    optimizer.zero_grad()
+    schedule.step(x, target=target)
+    assert_steps(model, expected)
+
+
+def test_a_step_that_fails_while_stages_are_prepared_keeps_no_batch():
+    model, (x, target) = layers(2), data()
+    model[1] = nn.Linear(WIDTH + 1, WIDTH)
+    stages = stages_of(model)
+    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=averaged)
+    with pytest.raises(RuntimeError, match="shapes"):
+        schedule.step(x, target=target)
+    assert [one for owner in (schedule, *stages) for part in owner._coming for one in part] == []

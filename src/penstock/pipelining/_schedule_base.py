@@ -266,7 +266,14 @@ class _PipelineSchedule(ABC):
         for stage in stages:
             stage.clear_runtime_states()
         arg_mbs, kwarg_mbs, target_mbs = self._microbatches_of(args, kwargs, target)
-        self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+        try:
+            self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+        except BaseException:
+            self._coming = ([], [])
+            for stage in stages:
+                if hasattr(stage, "_forget_failed_step"):
+                    stage._forget_failed_step()
+            raise
         for stage in stages:
             if stage.is_last and return_outputs:
                 return self._merge_outputs(stage.output_chunks)

@@ -327,6 +327,10 @@ class StageCompute(StageEdges):
         super().clear_runtime_states()
         self._without_gradient = None
 
+    def _forget_failed_step(self) -> None:
+        """A step has failed: leave nothing of it that the program could not clear."""
+        self._parallel.forget()
+
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide all gradients, once in a step: by the number of microbatches if the loss is a mean, by 1 for a sum."""
         self._is_divided = True

@@ -341,6 +341,11 @@ class StageInference(_PipelineStageBase):
         self._coming = ([], [])
         self._parallel.after_dry_run()
 
+    def _forget_failed_step(self) -> None:
+        super()._forget_failed_step()
+        self._forget_dry_run()
+        self._coming = ([], [])
+
     def _validate_inferred_metadata(self) -> None:
         """Warn where examples were given that do not look like what was found."""
         pairs = (

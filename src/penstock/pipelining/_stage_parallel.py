@@ -48,6 +48,9 @@ class Parallel(Protocol):
     def after_dry_run(self) -> None:
         """Leave no trace of a run for its own sake."""
 
+    def forget(self) -> None:
+        """A step has failed."""
+
 
 def parallel_of(module: Any) -> Parallel:
     """How the parameters of a module are shared."""
@@ -85,6 +88,9 @@ class NotShared:
 
     def after_dry_run(self) -> None:
         """Nothing is to be undone."""
+
+    def forget(self) -> None:
+        """The gradients that there are belong to the user."""
 
 
 class Replicated:
@@ -124,6 +130,9 @@ class Replicated:
 
     def after_dry_run(self) -> None:
         """Nothing was shared."""
+
+    def forget(self) -> None:
+        """The gradients that there are belong to the user."""
 
 
 class FullySharded:
@@ -166,6 +175,13 @@ class FullySharded:
         """Release the parameters, which a forward has brought together."""
         for module in self._modules:
             module.reshard()
+
+    def forget(self) -> None:
+        """Drop gradients that are not shared yet, which ``zero_grad`` does not reach, and release the parameters."""
+        self._begun = False
+        self._adapter.drop_gradients()
+        self._adapter.end()
+        self.after_dry_run()
 
 
 class PartlySharded(NotShared):
@@ -213,6 +229,10 @@ class PartlyReplicated(NotShared):
         """Share again."""
         self._adapter.end()
 
+    def forget(self) -> None:
+        """Share again."""
+        self._adapter.end()
+
 
 class _InStage(Sharded):
     """Without a say in what happens after a forward: that is how the user has wrapped the module."""
@@ -221,3 +241,11 @@ class _InStage(Sharded):
         self._modules = modules
         self._gathers = []
         self._due = False
+
+    def drop_gradients(self) -> None:
+        """Forget what has been added up and not been shared."""
+        for state in self._states():
+            for parameter in [one for group in state._fsdp_param_groups for one in group.fsdp_params]:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # brought together at least once
+                    parameter._unsharded_param.grad = None
