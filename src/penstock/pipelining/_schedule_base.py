@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,8 @@ class _PipelineSchedule(ABC):
         if losses is not None and any(stage.is_last for stage in stages):
             found = self._internal_losses
             if len(found) != self._n_microbatches:
-                raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(found)}")
+                why = "; the schedule has no loss_fn" if self._loss_fn is None else ""
+                raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(found)}{why}")
             places = [self._loss_places.get(number, number) for number in range(len(found))]
             losses[:] = [found[place] for place in places]
         self._forget_losses()
@@ -292,7 +294,10 @@ class _PipelineSchedule(ABC):
         if target is None:
             return arg_mbs, kwarg_mbs, None
         names = replaceable()
-        return arg_mbs, kwarg_mbs, list(names._split_tensor(target, names._TARGET_CHUNK_SPEC, self._n_microbatches))
+        targets = list(names._split_tensor(target, names._TARGET_CHUNK_SPEC, self._n_microbatches))
+        if self._has_backward and self.scale_grads:
+            _warn_of_sizes(targets)
+        return arg_mbs, kwarg_mbs, targets
 
     def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
         """The arguments of each microbatch; empty ones where the rank has no first stage."""
@@ -379,6 +384,18 @@ def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str,
                     f"{name} must be a list of {kind.__name__}s, but that of microbatch {index} is a "
                     f"{type(value).__qualname__}"
                 )
+
+
+def _warn_of_sizes(targets: list[Any]) -> None:
+    """Microbatches count alike, so that the mean of their means is not the mean over the batch if sizes differ."""
+    sizes = [len(target) for target in targets]
+    if len(set(sizes)) > 1:
+        warnings.warn(
+            f"microbatches have {', '.join(map(str, sizes))} samples, and each counts alike, for gradients are divided "
+            "by the number of microbatches. With a loss that is a mean they are not those of the whole batch: give "
+            "a batch that can be divided, or a loss that is a sum and scale_grads=False",
+            stacklevel=5,
+        )
 
 
 def _nobody_answers(stages: list[Any]) -> bool:

@@ -205,7 +205,10 @@ class Maker:
             return self.stages[action.stage_index]
         except KeyError:
             mine = ", ".join(map(str, self.stages))
-            raise OrderError(f"{action!r} is of stage {action.stage_index}, but this rank has {mine}") from None
+            raise OrderError(
+                f"{action!r} stands in the order of this rank, which has stages {mine}: give every rank the stages of "
+                "its own row"
+            ) from None
 
     def _sharding(self, stage: Any, kind: ComputationType) -> Operation | None:
         if kind is REDUCE_GRAD:

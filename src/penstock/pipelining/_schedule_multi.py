@@ -54,6 +54,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
         super().__init__(
             n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads=scale_grads
         )
+        if not hasattr(stages, "__getitem__"):
+            raise TypeError(f"stages must be a list of the stages of this rank but got a {type(stages)}; write [stage]")
         self._stages = stages
         self._num_stages = stages[0].num_stages
         self.pp_group_size = stages[0].group_size
@@ -147,11 +149,12 @@ class PipelineScheduleMulti(_PipelineSchedule):
     ) -> None:
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first_target = None if target_mbs is None else target_mbs[0]
+        program = self._program()  # before anybody is talked to: an order of other stages is refused here
         self._coming = arg_mbs, kwarg_mbs
         self._initialize_stages(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
         self._coming = ([], [])
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        self._run(self._program(), step)
+        self._run(program, step)
         self._update_losses(self._stages, losses)
 
     def _program(self) -> Program:

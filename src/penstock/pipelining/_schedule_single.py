@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.pipelining._schedule_base import _PipelineSchedule, replaceable
+from penstock.pipelining._schedule_base import _PipelineSchedule, logger, replaceable
 from penstock.pipelining._schedule_engine import Calls
 from penstock.pipelining._schedule_passes import _add_reduce_grad
 from penstock.pipelining._schedule_programs import of_gpipe, of_one_f_one_b
@@ -107,6 +107,15 @@ class PipelineScheduleSingle(_PipelineSchedule):
             step.post = _posted_by_peer
         self._run(program, step)
         self._update_losses(self._stage, losses)
+
+    def _tell_failure(self, place: int) -> None:
+        logger.error(
+            "rank %s: %s of stage %s failed at step %s of its program",
+            self._stage.group_rank,
+            type(self).__name__,
+            self._stage.stage_index,
+            place,
+        )
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle):

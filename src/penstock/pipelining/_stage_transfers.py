@@ -128,7 +128,8 @@ class Layout(NamedTuple):
         if tensor.shape != self.shape or tensor.dtype is not self.dtype:
             differs = "shape" if tensor.shape != self.shape else "dtype"
             raise PipeliningMetadataError(
-                f"{what}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)}"
+                f"{what}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)} when the first step of "
+                "its kind began; give all batches the same size, e.g. leave out the last of an epoch, or fill it up"
             )
         if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
             tensor = self.empty(tensor.device).copy_(tensor)

@@ -65,10 +65,26 @@ def to_tensors(message: Any) -> list[torch.Tensor]:
     return [part for part in header_tensor(describe(value)) if part is not None]
 
 
+class _NothingCameError(PipeliningMetadataError):
+    """A message did not come."""
+
+
 def from_tensors(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None = None) -> Message:
     """The message that comes. ``receive`` fills a tensor; it is called once or twice."""
+
+    def receive_or_tell(tensor: torch.Tensor) -> None:
+        try:
+            receive(tensor)
+        except RuntimeError as error:
+            raise _NothingCameError(
+                "the other stage did not tell what its tensors look like; its process has failed or ended, see what it "
+                f"has printed ({error})"
+            ) from error
+
     try:
-        return _message(_received(receive, device))
+        return _message(_received(receive_or_tell, device))
+    except _NothingCameError:
+        raise
     except MetadataError as error:
         raise PipeliningMetadataError(f"what the other stage told of its tensors cannot be used: {error}") from error
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:

@@ -1,0 +1,74 @@
+"""What is told of mistakes that torch leaves to a hang, to an error elsewhere, or to silence."""
+
+import pytest
+import torch
+
+from penstock.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from penstock.pipelining._stage_wire import from_tensors
+from penstock.pipelining._utils import PipeliningMetadataError
+from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "mine", "told"),
+    [
+        (ScheduleZBVZeroBubble, [0, 2], "3UNSHARD stands in the order of this rank, which has stages 0, 2"),
+        (ScheduleInterleaved1F1B, [0, 3], "2UNSHARD stands in the order of this rank, which has stages 0, 3"),
+    ],
+)
+def test_stages_of_another_placement_are_refused_before_anybody_waits(kind, mine, told):
+    with fake_group(ranks=2):
+        stages = [PipelineStage(torch.nn.Linear(WIDTH, WIDTH), stage, 4, CPU) for stage in mine]
+        schedule = kind(stages, 4, loss_fn=averaged)
+        with pytest.raises(AssertionError, match=told):
+            schedule.step(numbers(1, 8, WIDTH))
+
+
+def test_microbatches_of_different_sizes_are_told_to_count_alike():
+    with fake_group():
+        stage = PipelineStage(layers(1)[0], 0, 1, CPU)
+        x, target = numbers(1, 7, WIDTH), numbers(2, 7, WIDTH)
+        with pytest.warns(UserWarning, match="microbatches have 2, 2, 2, 1 samples, and each counts alike"):
+            Schedule1F1B(stage, 4, loss_fn=averaged).step(x, target=target)
+        Schedule1F1B(stage, 4, loss_fn=averaged, scale_grads=False).step(x, target=target)
+
+
+def test_losses_without_a_loss_function_are_told_why_they_are_missing():
+    with fake_group():
+        stage = PipelineStage(layers(1)[0], 0, 1, CPU)
+        with pytest.raises(RuntimeError, match="Expecting 2 losses but got 0; the schedule has no loss_fn"):
+            ScheduleGPipe(stage, 2).step(numbers(1, 4, WIDTH), losses=[])
+
+
+def test_one_stage_in_place_of_a_list_is_told():
+    with fake_group(), pytest.raises(TypeError, match=r"must be a list of the stages of this rank.*write \[stage\]"):
+        ScheduleInterleaved1F1B(PipelineStage(layers(1)[0], 0, 1, CPU), 2)
+
+
+def test_a_peer_that_ends_while_shapes_are_agreed_is_not_taken_for_another_version():
+    def receive(_tensor):
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(PipeliningMetadataError, match=r"has failed or ended.*Connection closed by peer") as raised:
+        from_tensors(receive)
+    assert "version" not in str(raised.value)
+
+
+def test_a_failure_of_one_stage_per_rank_names_the_stage(caplog):
+    class Failing(torch.nn.Module):
+        def forward(self, x):
+            raise ValueError("broken")
+
+    example = (numbers(1, 2, WIDTH),)
+    with fake_group():
+        stage = PipelineStage(Failing(), 0, 1, CPU, input_args=example, output_args=example)
+        schedule = ScheduleGPipe(stage, 2)
+        with pytest.raises(RuntimeError, match="broken"):
+            schedule.step(numbers(1, 4, WIDTH))
+    assert "rank 0: ScheduleGPipe of stage 0 failed" in caplog.text
