@@ -154,7 +154,12 @@ def test_errors_go_between_processes(error):
 
 
 #: What a file or a layer imports when it is asked for, and says how to install if it is not there.
-_OPTIONAL = {"chart.py": {"matplotlib"}, "runtime": {"torch"}}
+_OPTIONAL = {
+    "chart.py": {"matplotlib"},
+    "_schedule_visualizer.py": {"matplotlib"},
+    "runtime": {"torch"},
+    "pipelining": {"torch"},
+}
 
 
 def test_what_is_imported_is_declared():

@@ -376,8 +376,12 @@ def test_a_wrong_value_in_the_middle_microbatch_in_threads():
             )[0]
 
         errors = run_in_threads(worker, 3, timeout=60)
-        assert {str(error) for error in errors} == {str(errors[0])}
-        assert SAID[change] in str(errors[0])
+        # A rank that comes late to the step is told that it was over before.
+        told = {
+            str(error).removeprefix("the pipeline has failed and must be rebuilt; what happened: ") for error in errors
+        }
+        assert len(told) == 1
+        assert SAID[change] in told.pop()
 
 
 class Nan(Faulty):

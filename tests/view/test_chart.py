@@ -118,9 +118,10 @@ def test_matplotlib_is_loaded_only_for_charts():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_it_leaves_no_settings_behind(tmp_path):
+def test_it_leaves_no_settings_behind(tmp_path, monkeypatch):
     import matplotlib as mpl
 
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # others may have loaded it
     before = mpl.rcParams.copy()
     simulate(build("1F1B", ranks=2, microbatches=3)).write(tmp_path / "chart.svg")
 
