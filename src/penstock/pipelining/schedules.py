@@ -128,6 +128,8 @@ def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.
         return []
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: %s", desc or "messages", p2p_ops)
+    if len(p2p_ops) == 1 and (op := p2p_ops[0].op) in (dist.isend, dist.irecv):  # most often, and quick
+        return [_begun(p2p_ops[0], "group_dst" if op is dist.isend else "group_src")]
     kinds = {each.op for each in p2p_ops}
     if kinds == {dist.isend}:
         return [_begun(each, "group_dst") for each in p2p_ops]
