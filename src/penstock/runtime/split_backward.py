@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
 from penstock.runtime.heap import keep_freed_memory
-from penstock.runtime.products import PRODUCTS
+from penstock.runtime.products import rule_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-    from penstock.runtime.products import Product, Rule
+    from penstock.runtime.products import Make, Rule
 
     Gradients = Sequence[torch.Tensor | None]
     #: The edges of a node.
     Row = tuple[tuple[Node | None, int], ...]
     #: A node where W makes the gradients of weights: what gets the gradient of the node's output, the edges that lead
-    #: to weights, what makes their gradients, and whether no later point leads to the same weights, so that they may
-    #: get their gradients. A bare tuple, since there are many.
-    Point = tuple[list[torch.Tensor | None], list[GradientEdge], Product, bool]
+    #: to weights, what makes their gradients and the operand for it, and whether no later point leads to the same
+    #: weights, so that they may get their gradients. A bare tuple, since there are many.
+    Point = tuple[list[torch.Tensor | None], list[GradientEdge], Make, Any, bool]
 
 #: Nodes that run a backward of their own inside, and refuse to when the engine is asked for certain gradients only.
 _OPAQUE: Final = frozenset({"CheckpointFunctionBackward"})
@@ -53,7 +53,7 @@ _LEAF: Final = "AccumulateGrad"
 _ENOUGH: Final = 1 << 20
 _REMEMBERED: Final = 8
 _NONE: Final = -1
-_FIRST: Final = [0]
+_ONLY: Final = [0]
 _NOTHING: Final = nullcontext()
 #: Makes a ``GradientEdge`` in half the time that the type itself takes; there is one for every weight and microbatch.
 _new: Final = tuple.__new__
@@ -126,8 +126,8 @@ class SplitBackward:
                 split = _applied(cut, graph, self._carrier)
                 if split is not None:
                     return split
-        form, graph = _Form.of(beginnings)
-        cut = _cut(form, graph, len(beginnings), [get_gradient_edge(tensor).node for tensor in inputs])
+        form, graph, below = _Form.of(beginnings)
+        cut = _cut(form, graph, below, len(beginnings), [get_gradient_edge(tensor).node for tensor in inputs])
         # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
         self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points))
         return None if cut.whole else _applied(cut, graph, self._carrier)
@@ -153,24 +153,32 @@ class WeightBackward:
 
     def __call__(self) -> None:
         """Add the gradients of the weights to their ``.grad``."""
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as no_grad does, which takes as long as a small product
+        try:
+            with without_autocast():
+                self._add()
+        finally:
+            torch._C._set_grad_enabled(enabled)
+        self._keep = None
+
+    def _add(self) -> None:
         points = self._points
         edges = [edge for edge, gradient in zip(self._edges, self._gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in self._gradients if gradient is not None]
         self._edges, self._gradients, self._points = (), (), ()
         size = 0
-        with torch.no_grad(), without_autocast():
-            for output, below, product, complete in points:
-                if output and (gradient := output.pop()) is not None:
-                    made = product(gradient)
-                    edges += below
-                    gradients += made
-                    size += made[-1].nbytes
-                if size > _ENOUGH and complete:  # before they leave the caches
-                    accumulate(edges, gradients)
-                    edges, gradients, size = [], [], 0
+        for output, below, make, operand, complete in points:
+            if output and (gradient := output.pop()) is not None:
+                made = make(gradient, operand)
+                edges += below
+                gradients += made
+                size += made[-1].nbytes
+            if size > _ENOUGH and complete:  # before they leave the caches
+                accumulate(edges, gradients)
+                edges, gradients, size = [], [], 0
         if edges:
             accumulate(edges, gradients)
-        self._keep = None
 
 
 class _Split(NamedTuple):
@@ -190,7 +198,7 @@ class _Split(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """The graph of one microbatch: its nodes in the order of a walk, and the edges of those that are no leaves."""
+    """The graph of one microbatch: its nodes in the order of a walk, and the edges of those that have several."""
 
     nodes: list[Node]
     rows: list[Row]
@@ -201,61 +209,77 @@ class _Form(NamedTuple):
 
     Attributes:
         kinds: the types of the nodes.
-        inner: the places of nodes that are no leaves, each with the numbers of its edges to nodes not seen before.
-        lengths: how many edges each of these has.
-        children: the places that all these edges lead to, one after the other; -1 for an edge that leads nowhere.
+        inner: the places of nodes that are no leaves, each with the numbers of its edges to nodes not seen before; this
+            is `_ONLY`, the very list, for a node that has no other edge.
+        lengths: how many edges each of the others has.
+        known: edges to nodes seen before or nowhere: the number of the row, that of the edge in it, and the place that
+            it leads to, or -1.
     """
 
     kinds: list[type]
     inner: list[tuple[int, list[int]]]
     lengths: list[int]
-    children: list[int]
+    known: list[tuple[int, int, int]]
 
     @classmethod
-    def of(cls, beginnings: list[Node]) -> tuple[_Form, _Graph]:
-        """The form of the graph below some nodes, and the graph. O(edges)."""
+    def of(cls, beginnings: list[Node]) -> tuple[_Form, _Graph, list[list[int]]]:
+        """The form of the graph below some nodes, the graph, and for every node the places of its children. O(edges).
+
+        The place is -1 where there is no child.
+        """
         nodes = list(beginnings)
-        seen = {node: place for place, node in enumerate(nodes)}
-        form, rows = cls([], [], [], []), []
+        seen: dict[Node | None, int] = {node: place for place, node in enumerate(nodes)} | {None: _NONE}
+        form = cls([], [], [], [])
+        rows: list[Row] = []
+        below: list[list[int]] = []
         for place, node in enumerate(nodes):
             form.kinds.append(type(node))
             if type(node).__name__ == _LEAF:
+                below.append([])
                 continue
+            row = node.next_functions
             new = []
-            rows.append(node.next_functions)
-            for number, (child, _) in enumerate(node.next_functions):
-                if child is not None and child not in seen:
+            for number, (child, _) in enumerate(row):
+                if child is None or child in seen:
+                    form.known.append((len(rows), number, seen[child]))
+                else:
                     seen[child] = len(nodes)
                     nodes.append(child)
                     new.append(number)
-                form.children.append(_NONE if child is None else seen[child])
-            form.inner.append((place, _FIRST if new == _FIRST else new))
-            form.lengths.append(len(node.next_functions))
-        return form, _Graph(nodes, rows)
+            below.append([seen[child] for child, _ in row])
+            if new == _ONLY and len(row) == 1:
+                form.inner.append((place, _ONLY))
+            else:
+                form.inner.append((place, new))
+                form.lengths.append(len(row))
+                rows.append(row)
+        return form, _Graph(nodes, rows), below
 
     def matched(self, beginnings: list[Node]) -> _Graph | None:
         """Another graph, if it has this form. O(edges).
 
-        The walk takes the form for granted, and what it has come upon is compared at the end, all at once.
+        The walk takes the form for granted, and most of what it has come upon is compared at the end, all at once.
         """
         nodes: list[Any] = list(beginnings)
         rows: list[Row] = []
+        add = nodes.append
         try:
             for place, new in self.inner:
                 row = nodes[place].next_functions
-                rows.append(row)
-                if new is _FIRST:  # most often: a loop over one takes longer
-                    nodes.append(row[0][0])
+                if new is _ONLY:  # most often
+                    ((child, _),) = row
+                    add(child)
                 else:
+                    rows.append(row)
                     for number in new:
-                        nodes.append(row[number][0])
-        except (AttributeError, IndexError):  # no node, or no edge, where there should be one
+                        add(row[number][0])
+        except (AttributeError, IndexError, ValueError):  # no node, or another number of edges
             return None
         if list(map(type, nodes)) != self.kinds or list(map(len, rows)) != self.lengths:
             return None
-        expected = map([*nodes, None].__getitem__, self.children)
-        if [child for row in rows for child, _ in row] != list(expected):
-            return None
+        for row_number, number, place in self.known:
+            if rows[row_number][number][0] is not (None if place < 0 else nodes[place]):
+                return None
         return _Graph(nodes, rows) if len(set(nodes)) == len(nodes) else None
 
 
@@ -268,6 +292,7 @@ class _Cut(NamedTuple):
         now: roots from which I runs.
         leaves: the leaves that get a gradient in I which is added in W.
         points: nodes of products.
+        keep: those of them that must live until W.
         whole: whether it cannot be cut.
     """
 
@@ -276,6 +301,7 @@ class _Cut(NamedTuple):
     now: list[int]
     leaves: list[int]
     points: list[_Place]
+    keep: list[int]
     whole: bool
 
     def ends_at(self, graph: _Graph, inputs: Sequence[torch.Tensor]) -> bool:
@@ -298,7 +324,6 @@ class _Place(NamedTuple):
         numbers: those of its edges that lead into the part of W.
         rule: how to make gradients for them.
         complete: see ``Point``.
-        in_python: whether one of them leads to a node that is written in Python.
     """
 
     node: int
@@ -306,12 +331,10 @@ class _Place(NamedTuple):
     numbers: list[int]
     rule: Rule
     complete: bool
-    in_python: bool
 
 
-def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
+def _cut(form: _Form, graph: _Graph, below: list[list[int]], roots: int, ends: list[Node]) -> _Cut:
     """Find where to cut. O(edges), and once more the part of W for each point that shares it."""
-    below = _children(form)
     places = {node: place for place, node in enumerate(graph.nodes)}
     inputs = [places.get(node, _NONE) for node in ends]
     kept = _above({place for place in inputs if place >= 0}, below)
@@ -323,8 +346,8 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
         if not numbers:
             continue
         children = [below[place][number] for number in numbers]
-        rule = PRODUCTS.get(form.kinds[place].__name__)
-        if rule is not None and rule(graph.nodes[place], numbers) is not None:
+        rule = rule_for(form.kinds[place].__name__, numbers)
+        if rule is not None and rule(graph.nodes[place]) is not None:
             points[place] = numbers, rule
             begins[place] = children
         else:
@@ -336,7 +359,7 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
         if points.pop(place, None) is None:
             now.append(place)
     leaves = [place for place in sorted(inner) if form.kinds[place].__name__ == _LEAF]
-    rows = {place: row for row, (place, _) in enumerate(form.inner)}
+    rows = {place: row for row, place in enumerate(place for place, new in form.inner if new is not _ONLY)}
     roots_later = set[int]().union(*(nodes for place, nodes in reached.items() if place not in points))
     python = {place for place, kind in enumerate(form.kinds) if issubclass(kind, BackwardCFunction)}
     complete = _complete(roots_later, [reached[place] for place in points])
@@ -346,9 +369,10 @@ def _cut(form: _Form, graph: _Graph, roots: int, ends: list[Node]) -> _Cut:
         now,
         leaves,
         [
-            _Place(place, rows[place], numbers, rule, last, any(below[place][number] in python for number in numbers))
+            _Place(place, rows[place], numbers, rule, last)
             for (place, (numbers, rule)), last in zip(points.items(), complete, strict=True)
         ],
+        [place for place, (numbers, _) in points.items() if any(below[place][number] in python for number in numbers)],
         any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
     )
 
@@ -367,16 +391,6 @@ def _meeting(inner: set[int], reached: dict[int, set[int]], points: set[int], be
             inner |= reached.pop(place)
         taken += meeting
     return taken
-
-
-def _children(form: _Form) -> list[list[int]]:
-    """For every node the places of its children, -1 for none."""
-    below: list[list[int]] = [[] for _ in form.kinds]
-    begin = 0
-    for (place, _), length in zip(form.inner, form.lengths, strict=True):
-        below[place] = form.children[begin : begin + length]
-        begin += length
-    return below
 
 
 def _above(places: set[int], below: list[list[int]]) -> set[int]:
@@ -415,28 +429,28 @@ def _complete(before: set[int], reached: Sequence[set[int]]) -> list[bool]:
 def _applied(cut: _Cut, graph: _Graph, carrier: torch.Tensor) -> _Split | None:
     """The cut of one microbatch's graph; None if something about its nodes forbids it."""
     nodes, rows = graph
+    products = [product for place, _, _, rule, _ in cut.points if (product := rule(nodes[place]))]
+    if len(products) < len(cut.points):
+        return None
     points: list[Point] = []
-    for place, row, numbers, rule, complete, _ in cut.points:
-        product = rule(nodes[place], numbers)
-        if product is None:
-            return None
-        edges = [_new(GradientEdge, (*rows[row][number], None)) for number in numbers]
-        points.append(([], edges, product, complete))
-    _hand_over([nodes[place] for place, *_ in cut.points], points, carrier)
-    keep = [nodes[place.node] for place in cut.points if place.in_python]
+    for (place, row, numbers, _, complete), (make, operand) in zip(cut.points, products, strict=True):
+        edges = rows[row]
+        output: list[torch.Tensor | None] = []
+        _hand_over(nodes[place], output, carrier)
+        below = [_new(GradientEdge, (*edges[number], None)) for number in numbers]
+        points.append((output, below, make, operand, complete))
     leaves = [_new(GradientEdge, (nodes[place], 0, None)) for place in cut.leaves]
-    return _Split([nodes[place] for place in cut.now], leaves, points, keep)
+    return _Split([nodes[place] for place in cut.now], leaves, points, [nodes[place] for place in cut.keep])
 
 
-def _hand_over(nodes: Sequence[Any], points: Sequence[Point], carrier: torch.Tensor) -> None:
-    """Have each point get the gradient of a node's output, when all hooks of that output have seen it.
+def _hand_over(node: Any, output: list[torch.Tensor | None], carrier: torch.Tensor) -> None:
+    """Have a list get the gradient of a node's output, when all hooks of that output have seen it.
 
     What the engine itself hands over for an edge is the gradient before the hooks. ``register_prehook`` would do, and
     take longer than all else that is done for a node.
     """
-    for node, (output, *_) in zip(nodes, points, strict=True):
-        carrier._backward_hooks = {0: output.append}
-        node._register_hook_dict(carrier)
+    carrier._backward_hooks = {0: output.append}
+    node._register_hook_dict(carrier)
     carrier._backward_hooks = None
 
 
