@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from penstock.pipelining._schedule_passes import OrderError
 from penstock.pipelining._schedule_preparations import Preparation
 from penstock.pipelining._schedule_programs import Kept
 from penstock.pipelining._schedule_scaling import divided_once
+from penstock.pipelining._schedule_shortcuts import begins_directly, plainly
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
@@ -29,11 +31,12 @@ logger = logging.getLogger("penstock.pipelining.schedules")
 
 #: What ``step`` takes besides the arguments of the model, for batches that are split already.
 _SPLIT = ("arg_mbs", "kwarg_mbs", "target_mbs")
+_NAMES: Final = "penstock.pipelining.schedules"
 
 
 def replaceable() -> Any:
     """The module with the path of upstream's: where programs put functions of their own in place of those there."""
-    return import_module("penstock.pipelining.schedules")
+    return sys.modules.get(_NAMES) or import_module(_NAMES)
 
 
 class _PipelineSchedule(ABC):
@@ -330,6 +333,40 @@ class _PipelineSchedule(ABC):
         arg_mbs = [()] * self._n_microbatches if arg_mbs is None else arg_mbs
         kwarg_mbs = [{}] * self._n_microbatches if kwarg_mbs is None else kwarg_mbs
         return arg_mbs, kwarg_mbs
+
+    def _run_microbatches(
+        self,
+        arg_mbs: list[Any] | None,
+        kwarg_mbs: list[Any] | None,
+        target_mbs: list[Any] | None,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+        *,
+        stages: list[Any],
+        program: Callable[[bool], Program],
+        initialize: Callable[..., None],
+    ) -> None:
+        """A step, as ``_step_microbatches`` is told it.
+
+        ``program`` gives the program of the stages, told whether messages begin directly; ``initialize`` prepares them
+        before the first microbatch, given its arguments.
+        """
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        first_target = None if target_mbs is None else target_mbs[0]
+        # Before anybody is talked to: an order of other stages is refused here.
+        made = program(begins_directly(stages, replaceable()))
+        self._coming = arg_mbs, kwarg_mbs
+        initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
+        self._coming = ([], [])
+        step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        with plainly([] if self._has_customs() else stages):
+            self._run(made, step)
+        self._update_losses(stages, losses)
+
+    def _has_customs(self) -> bool:
+        """Whether functions of the user run in place of actions."""
+        return False
 
     def _new_step(
         self,

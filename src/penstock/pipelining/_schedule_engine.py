@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -102,13 +102,14 @@ class Program:
 
     Attributes:
         scaled: the stages whose gradients it divides by the number of microbatches, if the schedule says so.
+        operations: what it does, one after the other.
     """
 
     def __init__(self, lines: Sequence[Line], scaled: Sequence[Any]) -> None:
         self.scaled = scaled
         self._lines = lines
         self._steps = [line.step for line in lines if line.run is not None]
-        self._operations = [line.run for line in lines if line.run is not None]
+        self.operations = [line.run for line in lines if line.run is not None]
 
     def run(
         self, step: Step, named: Callable[[str], AbstractContextManager[object]], failed: Callable[[int], None]
@@ -125,7 +126,7 @@ class Program:
             return
         place = 0
         try:
-            for place, operation in enumerate(self._operations):  # noqa: B007
+            for place, operation in enumerate(self.operations):  # noqa: B007
                 operation(step)
         except Exception:
             failed(self._steps[place])
@@ -169,10 +170,14 @@ class Maker:
         microbatches: how many there are.
         calls: how stages are called.
         trains: whether there are backwards.
+        directly: whether messages begin without operations that describe them.
     """
 
-    def __init__(self, stages: Mapping[int, Any], microbatches: int, calls: Calls, *, trains: bool) -> None:
+    def __init__(
+        self, stages: Mapping[int, Any], microbatches: int, calls: Calls, *, trains: bool, directly: bool = False
+    ) -> None:
         self.stages = stages
+        self._directly = directly
         self._microbatches = microbatches
         self._calls = calls
         self._trains = trains
@@ -190,13 +195,13 @@ class Maker:
         if microbatch is None:
             raise OrderError(f"{action!r} has no microbatch; write e.g. '{action.stage_index}{kind}0'")
         if kind is SEND_F:
-            return send_forward(stage, microbatch, place)
+            return send_forward(stage, microbatch, place, directly=self._directly)
         if kind is SEND_B:
-            return send_backward(stage, microbatch, place)
+            return send_backward(stage, microbatch, place, directly=self._directly)
         if kind is RECV_F:
-            return receive_forward(stage, microbatch)
+            return receive_forward(stage, microbatch, directly=self._directly)
         if kind is RECV_B:
-            return receive_backward(stage, microbatch)
+            return receive_backward(stage, microbatch, directly=self._directly)
         return self._compute(stage, action, microbatch)
 
     def stage(self, action: _Action) -> Any:
@@ -332,44 +337,75 @@ class Maker:
         return lambda step: step.schedule._assert_unsharded(stage)
 
 
-def send_forward(stage: Any, microbatch: int, place: int, *told: str) -> Operation:
-    """Send an output; ``told`` is what whoever posts messages is told about them."""
+class _Way(NamedTuple):
+    """A kind of message.
+
+    Attributes:
+        operations: the method of a stage that makes operations for those of a microbatch.
+        directly: the one that begins them at once.
+    """
+
+    operations: str
+    directly: str
+
+
+_OUTPUTS: Final = _Way("get_fwd_send_ops", "_send_outputs")
+_OUTPUT_GRADIENTS: Final = _Way("get_bwd_recv_ops", "_receive_gradients")
+_INPUTS: Final = _Way("get_fwd_recv_ops", "_receive_inputs")
+_INPUT_GRADIENTS: Final = _Way("get_bwd_send_ops", "_send_gradients")
+
+
+def _beginning(
+    way: _Way, stage: Any, microbatch: int, told: tuple[str, ...], *, directly: bool
+) -> Callable[[Step], Works]:
+    """What begins the messages of a microbatch; ``told`` is what whoever posts operations is told about them."""
+    if directly:
+        begin = getattr(stage, way.directly)
+        return lambda _: begin(microbatch)
+    return lambda step: step.post(getattr(stage, way.operations)(microbatch), *told)
+
+
+def send_forward(stage: Any, microbatch: int, place: int, *told: str, directly: bool = False) -> Operation:
+    """Send an output."""
+    begin = _beginning(_OUTPUTS, stage, microbatch, told, directly=directly)
 
     def send(step: Step) -> None:
-        step.sends[place] = step.post(stage.get_fwd_send_ops(microbatch), *told)
+        step.sends[place] = begin(step)
 
     return send
 
 
-def send_backward(stage: Any, microbatch: int, place: int, *told: str) -> Operation:
+def send_backward(stage: Any, microbatch: int, place: int, *told: str, directly: bool = False) -> Operation:
     """Send the gradient of an input."""
+    begin = _beginning(_INPUT_GRADIENTS, stage, microbatch, told, directly=directly)
 
     def send(step: Step) -> None:
-        step.sends[place] = step.post(stage.get_bwd_send_ops(microbatch), *told)
+        step.sends[place] = begin(step)
 
     return send
 
 
-def receive_forward(stage: Any, microbatch: int, *told: str) -> Operation:
+def receive_forward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
     """Begin to receive an input."""
-    key = (stage.stage_index, microbatch)
+    key, begin = (stage.stage_index, microbatch), _beginning(_INPUTS, stage, microbatch, told, directly=directly)
 
     def receive(step: Step) -> None:
         if key in step.forward_receives:
             raise OrderError(f"{key[0]}RECV_F{microbatch} is there twice, without {key[0]}F{microbatch} between")
-        step.forward_receives[key] = step.post(stage.get_fwd_recv_ops(microbatch), *told)
+        step.forward_receives[key] = begin(step)
 
     return receive
 
 
-def receive_backward(stage: Any, microbatch: int, *told: str) -> Operation:
+def receive_backward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
     """Begin to receive the gradient of an output."""
     key = (stage.stage_index, microbatch)
+    begin = _beginning(_OUTPUT_GRADIENTS, stage, microbatch, told, directly=directly)
 
     def receive(step: Step) -> None:
         if key in step.backward_receives:
             raise OrderError(f"{key[0]}RECV_B{microbatch} is there twice, without a backward between")
-        step.backward_receives[key] = step.post(stage.get_bwd_recv_ops(microbatch), *told)
+        step.backward_receives[key] = begin(step)
 
     return receive
 

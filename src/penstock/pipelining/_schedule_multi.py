@@ -147,17 +147,19 @@ class PipelineScheduleMulti(_PipelineSchedule):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        first_target = None if target_mbs is None else target_mbs[0]
-        program = self._program()  # before anybody is talked to: an order of other stages is refused here
-        self._coming = arg_mbs, kwarg_mbs
-        self._initialize_stages(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
-        self._coming = ([], [])
-        step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        self._run(program, step)
-        self._update_losses(self._stages, losses)
+        self._run_microbatches(
+            arg_mbs,
+            kwarg_mbs,
+            target_mbs,
+            losses,
+            return_outputs,
+            loss_kwargs,
+            stages=self._stages,
+            program=self._program,
+            initialize=self._initialize_stages,
+        )
 
-    def _program(self) -> Program:
+    def _program(self, directly: bool) -> Program:
         """The program of this rank: the order with transfers, which are not part of it."""
         trains, order = self._has_backward, self.pipeline_order
         return self._kept.program(
@@ -167,6 +169,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._n_microbatches,
             {},
             trains,
+            directly,
             lambda: of_order(
                 compute_rows_with_transfers(order, self.stage_index_to_group_rank, self._num_stages),
                 self.rank,
@@ -174,6 +177,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 self._n_microbatches,
                 calls=Calls(),
                 trains=trains,
+                directly=directly,
                 scales_after_backward=True,
             ),
         )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, RECV_B, RECV_F, REDUCE_GRAD
-from penstock.pipelining._schedule_actions import _get_profiler_function_name
+from penstock.pipelining._schedule_actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule_engine import (
     Calls,
     Line,
@@ -26,22 +26,27 @@ from penstock.pipelining._schedule_engine import (
     send_backward,
     send_forward,
 )
+from penstock.pipelining._schedule_passes import compute_rows_with_transfers
+from penstock.pipelining._schedule_rows import as_rows
 from penstock.pipelining._schedule_sends import ends_of_sends
 from penstock.pipelining._stage_base import _PipelineStageBase
+from penstock.pipelining._stage_inference import StageInference
+from penstock.schedules.gpipe import gpipe
+from penstock.schedules.one_f_one_b import one_f_one_b
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.ir.actions import ComputationType
-    from penstock.pipelining._schedule_actions import _Action
     from penstock.pipelining._schedule_engine import Custom, Operation, Step
+    from penstock.pipelining._schedule_rows import Rows
 
 
 class Kept:
     """A program, and what it was made from: it is made again when that has changed."""
 
     def __init__(self) -> None:
-        self._made: dict[bool, tuple[Program, tuple[Any, ...]]] = {}
+        self._made: dict[tuple[bool, bool], tuple[Program, tuple[Any, ...]]] = {}
 
     def program(
         self,
@@ -51,21 +56,23 @@ class Kept:
         microbatches: int,
         customs: Mapping[ComputationType, Custom],
         trains: bool,
+        directly: bool,
         make: Callable[[], Program],
     ) -> Program:
         """The program for these rows; ``make`` makes it.
 
-        The row of this rank is compared action by action, those of others by identity and length only.
+        There is one for training, one for evaluation, and of each one whose messages begin directly. The row of this
+        rank is compared action by action, those of others by identity and length only.
         """
         others = [rows[each] for each in rows]
         sharded = [isinstance(stage.submod, FSDPModule) for stage in stages]
         sizes = [microbatches, *map(len, others)]
         facts = (rows[rank], list(stages), dict(customs), [*rows], sharded, [*map(id, others)], sizes)
-        program, known = self._made.get(trains, (None, ()))
+        program, known = self._made.get((trains, directly), (None, ()))
         if program is None or facts != known[:-1]:
             program = make()
             # The rows are kept, so that none can come to have the identity of one that is gone.
-            self._made[trains] = program, (list(rows[rank]), *facts[1:], others)
+            self._made[trains, directly] = program, (list(rows[rank]), *facts[1:], others)
         return program
 
 
@@ -77,6 +84,7 @@ def of_order(
     *,
     calls: Calls,
     trains: bool,
+    directly: bool = False,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
 ) -> Program:
@@ -90,12 +98,13 @@ def of_order(
         calls: how stages are called.
         trains: whether there are backwards. An evaluation asks for them too, which stages without backward ignore, but
             reduces and scales nothing.
+        directly: whether messages begin without operations that describe them.
         customs: functions of the user, by the type of action that they stand for.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
     """
     customs = customs or {}
     row = rows[rank]
-    maker = Maker(stages, microbatches, calls, trains=trains)
+    maker = Maker(stages, microbatches, calls, trains=trains, directly=directly)
     ended, left = ends_of_sends(rows, rank)
     lines: list[Line] = []
     scaled: list[Any] = []
@@ -164,12 +173,19 @@ def _posted_ahead(lines: Sequence[Line], receives: set[int], row: Sequence[_Acti
 _UNDER_WAY: Final = 6
 
 
-def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool, backwards: bool = True) -> Program:
+def of_gpipe(
+    stage: Any, microbatches: int, *, calls: Calls, trains: bool, directly: bool = False, backwards: bool = True
+) -> Program:
     """All forwards, then all backwards; each receive is posted one microbatch ahead.
 
     To wait for an earlier send is safe: in each half, messages go one way only.
     """
-    maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains)
+    if directly and _goes_by_messages(stage):
+        order = as_rows(gpipe(stage.num_stages, microbatches))
+        if not backwards:
+            order = {rank: row[:microbatches] for rank, row in order.items()}
+        return _by_messages(stage, order, microbatches, calls=calls, trains=trains)
+    maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains, directly=directly)
     lines: list[Line] = []
     halves: list[tuple[Any, ...]] = [
         ("Forward", receive_forward, maker.forward, send_forward, "fwd", not stage.is_first)
@@ -181,9 +197,13 @@ def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool, backw
         for number in range(microbatches):
             label = f"{name} {number}"
             posted = [0, 1] if number == 0 else [number + 1]
-            parts = [receive(stage, each, f"{way}_recv") for each in posted if receives and each < microbatches]
+            parts = [
+                receive(stage, each, f"{way}_recv", directly=directly)
+                for each in posted
+                if receives and each < microbatches
+            ]
             parts.append(compute(stage, number, receives=receives))
-            parts.append(send(stage, number, base + number, f"{way}_send"))
+            parts.append(send(stage, number, base + number, f"{way}_send", directly=directly))
             if number >= _UNDER_WAY:
                 parts.append(ending([base + number - _UNDER_WAY]))
             lines += [Line(part, label, len(lines) + place) for place, part in enumerate(parts)]
@@ -194,11 +214,17 @@ def of_gpipe(stage: Any, microbatches: int, *, calls: Calls, trains: bool, backw
     return Program(lines, [stage] if trains else [])
 
 
-def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool) -> Program:
+def of_one_f_one_b(
+    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, directly: bool = False
+) -> Program:
     """Fill, one backward and one forward by turns, drain. What goes to a neighbour goes with what comes from it.
 
-    Neither waits to send to the other then.
+    Neither waits to send to the other then. Where messages do not stand in one line, nobody would: there each goes by
+    itself, and receives are posted ahead.
     """
+    if directly and _goes_by_messages(stage):
+        order = as_rows(one_f_one_b(stages, microbatches))
+        return _by_messages(stage, order, microbatches, calls=calls, trains=trains)
     chain = _OneFOneB(stage, Maker({stage.stage_index: stage}, microbatches, calls, trains=trains))
     ahead = min(microbatches, stages - stage.stage_index)
     chain.fill(ahead)
@@ -207,6 +233,21 @@ def of_one_f_one_b(stage: Any, stages: int, microbatches: int, *, calls: Calls, 
     if trains:
         chain.operations.append(reduction(stage, microbatches))
     return Program([Line(each, None, place) for place, each in enumerate(chain.operations)], [stage] if trains else [])
+
+
+def _goes_by_messages(stage: Any) -> bool:
+    """Whether each message may go by itself, whatever others are under way."""
+    return isinstance(stage, StageInference) and _may_post_ahead([stage])
+
+
+def _by_messages(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool) -> Program:
+    """The program of one stage per rank as that of any other order. Its messages go to neighbours."""
+    index, stages = stage.stage_index, len(order)
+    rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
+    row = [*rows[index], *([_Action(index, REDUCE_GRAD)] if trains else [])]
+    return of_order(
+        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, directly=True
+    )
 
 
 #: Where the sends of a meeting are kept until the next one.

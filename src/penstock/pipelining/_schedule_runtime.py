@@ -188,7 +188,10 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unshard_ops.clear()
         self.unsharded_stages.clear()
 
-    def _program(self) -> Program:
+    def _has_customs(self) -> bool:
+        return bool(self._comp_type_to_function_map)
+
+    def _program(self, directly: bool) -> Program:
         if getattr(self, "pipeline_order_with_comms", None) is None:
             raise OrderError("there is no order to run; call _prepare_schedule_with_comms() or _load_csv() before")
         trains, rows, customs = self._has_backward, self.pipeline_order_with_comms, self._comp_type_to_function_map
@@ -199,6 +202,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             self._n_microbatches,
             customs,
             trains,
+            directly,
             lambda: of_order(
                 rows,
                 self.rank,
@@ -206,6 +210,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 self._n_microbatches,
                 calls=Calls(gathers=True),
                 trains=trains,
+                directly=directly,
                 customs=dict(customs),
             ),
         )

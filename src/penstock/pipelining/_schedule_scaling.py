@@ -23,7 +23,7 @@ def divided_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
     stages = [stage for stage in stages if factor != 1 and _divides(stage)]
     known: dict[int, torch.nn.Parameter] = {}
     for stage in reversed(stages):
-        mine = {id(parameter): parameter for parameter in stage.submod.parameters()}
+        mine = {id(parameter): parameter for parameter in stage._weights()}
         stage._divided_later = mine.keys() & known.keys()
         stage._is_divided = False
         known |= mine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from penstock.pipelining._schedule_engine import Program
+    from penstock.pipelining._schedule_engine import Program, Step
     from penstock.pipelining._schedule_rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
@@ -82,31 +82,45 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
     def _run_program(
         self,
-        make: Callable[[bool], Program],
+        make: Callable[[bool, bool], Program],
         arg_mbs: list[Any] | None,
         kwarg_mbs: list[Any] | None,
         target_mbs: list[Any] | None,
         losses: list[Any] | None,
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
-        *,
-        by_peer: bool,
     ) -> None:
-        """A step, by a program that ``make`` makes for training or for evaluation."""
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        first_target = None if target_mbs is None else target_mbs[0]
-        self._coming = arg_mbs, kwarg_mbs
-        self._initialize_stage(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
-        self._coming = ([], [])
+        """A step, by a program that ``make`` makes: for training or not, with messages that begin directly or not."""
         trains = self._has_backward
-        program = self._kept.program(
-            _NO_ORDER, 0, [self._stage], self._n_microbatches, {}, trains, lambda: make(trains)
+        self._run_microbatches(
+            arg_mbs,
+            kwarg_mbs,
+            target_mbs,
+            losses,
+            return_outputs,
+            loss_kwargs,
+            stages=[self._stage],
+            program=lambda directly: self._kept.program(
+                _NO_ORDER,
+                0,
+                [self._stage],
+                self._n_microbatches,
+                {},
+                trains,
+                directly,
+                lambda: make(trains, directly),
+            ),
+            initialize=self._initialize_stage,
         )
-        step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        if by_peer:
+
+    #: Whether messages are posted apart by the rank that they go to or come from.
+    _posts_by_peer = False
+
+    def _new_step(self, *args: Any, **kwargs: Any) -> Step:
+        step = super()._new_step(*args, **kwargs)
+        if self._posts_by_peer:
             step.post = _posted_by_peer
-        self._run(program, step)
-        self._update_losses(self._stage, losses)
+        return step
 
     def _tell_failure(self, place: int) -> None:
         logger.error(
@@ -121,6 +135,8 @@ class PipelineScheduleSingle(_PipelineSchedule):
 class _ScheduleForwardOnly(PipelineScheduleSingle):
     """The forwards of all microbatches, and nothing else."""
 
+    _posts_by_peer = True
+
     def _step_microbatches(
         self,
         arg_mbs: list[Any] | None = None,
@@ -134,19 +150,22 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
         calls = Calls(saves_outputs=False, computes_loss=False)
         self._run_program(
-            lambda _: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=False, backwards=False),
+            lambda _, directly: of_gpipe(
+                self._stage, self._n_microbatches, calls=calls, trains=False, directly=directly, backwards=False
+            ),
             arg_mbs,
             kwarg_mbs,
             target_mbs,
             losses,
             return_outputs,
             loss_kwargs,
-            by_peer=True,
         )
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
     """GPipe: the forwards of all microbatches, then the backwards."""
+
+    _posts_by_peer = True
 
     def _step_microbatches(
         self,
@@ -159,14 +178,15 @@ class ScheduleGPipe(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=trains),
+            lambda trains, directly: of_gpipe(
+                self._stage, self._n_microbatches, calls=calls, trains=trains, directly=directly
+            ),
             arg_mbs,
             kwarg_mbs,
             target_mbs,
             losses,
             return_outputs,
             loss_kwargs,
-            by_peer=True,
         )
 
     def _get_pipeline_order(self) -> Rows | None:
@@ -206,8 +226,8 @@ class Schedule1F1B(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains: of_one_f_one_b(
-                self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains
+            lambda trains, directly: of_one_f_one_b(
+                self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, directly=directly
             ),
             arg_mbs,
             kwarg_mbs,
@@ -215,7 +235,6 @@ class Schedule1F1B(PipelineScheduleSingle):
             losses,
             return_outputs,
             loss_kwargs,
-            by_peer=False,
         )
 
     def _get_pipeline_order(self) -> Rows | None:

@@ -38,6 +38,8 @@ class StageCompute(StageEdges):
     _divided_later: Collection[int] = ()
     #: Whether the gradients of this step are divided.
     _is_divided = False
+    #: The parameters of the module, while a step runs in which nobody changes them.
+    _weights_of_step: list[torch.nn.Parameter] | None = None
 
     def forward_one_chunk(
         self,
@@ -65,7 +67,7 @@ class StageCompute(StageEdges):
                 f"Stage {self.stage_index} forward inputs", self._metas_of(fwd_chunk_id).inputs, args
             )
         try:
-            output = self.forward_maybe_with_nosync(*args, **kwargs)
+            output = (self.submod if self._is_plain else self.forward_maybe_with_nosync)(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(
                 f"{self.log_prefix} failed to run forward of microbatch {fwd_chunk_id}: {type(error).__name__}: "
@@ -129,7 +131,7 @@ class StageCompute(StageEdges):
             "input_values": inputs[:-by_keyword] if by_keyword else inputs,
         }
         if self.dw_builder or full_backward:
-            gradients, _ = self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
+            gradients, _ = self._backward("full", beginning, last_backward)
             if self.dw_builder:
                 self._run_or_keep(bwd_chunk_id, full_backward)
             if self.is_last:  # a loss that is kept would keep the inputs
@@ -194,7 +196,7 @@ class StageCompute(StageEdges):
             return (None,) * len(inputs)
         if self.is_last:
             beginning["stage_output"] = (beginning["stage_output"],)
-        gradients, left = self.backward_maybe_with_nosync("input", beginning, last_backward=last_backward)
+        gradients, left = self._backward("input", beginning, last_backward)
         # What lives on is cut off later: the second half may need what is in its graph.
         living = (*outputs, *beginning["stage_output"]) if self.is_last else ()
         kept = [weakref.ref(one) for one in living if isinstance(one, torch.Tensor)]
@@ -217,11 +219,18 @@ class StageCompute(StageEdges):
         inputs, left, outputs, gradients = self.backward_state.pop(bwd_chunk_id)
         if left is None:
             beginning = {"stage_output": outputs, "output_grads": gradients, "input_values": inputs}
-            self.backward_maybe_with_nosync("full", beginning, last_backward=last_backward)
+            self._backward("full", beginning, last_backward)
             return
         rest = {"stage_output": None, "param_groups": left}
-        self.backward_maybe_with_nosync("weight", rest, last_backward=last_backward)
+        self._backward("weight", rest, last_backward)
         _cut_off([one() for one in outputs or ()])
+
+    def _backward(
+        self, kind: str, beginning: dict[str, Any], last_backward: bool
+    ) -> tuple[Gradients, list[dict[str, Any]] | None]:
+        if self._is_plain:
+            return _BACKWARDS[kind](self, beginning)
+        return self.backward_maybe_with_nosync(kind, beginning, last_backward=last_backward)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -297,8 +306,11 @@ class StageCompute(StageEdges):
         """Find out, once in a step, which parameters have no gradient yet."""
         if self._without_gradient is None:
             mine = self._parallel.is_alone and isinstance(self.submod, torch.nn.Module)
-            parameters = self.submod.parameters() if mine else ()
+            parameters = self._weights() if mine else ()
             self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
+
+    def _weights(self) -> Iterable[torch.nn.Parameter]:
+        return self.submod.parameters() if self._weights_of_step is None else self._weights_of_step
 
     def _own_gradients(self) -> None:
         """Give every parameter that has just got its first gradient one of its own.
@@ -337,7 +349,7 @@ class StageCompute(StageEdges):
         if grad_scale_factor == 1:
             return
         later = self._divided_later
-        gradients = [one.grad for one in self.submod.parameters() if one.grad is not None and id(one) not in later]
+        gradients = [one.grad for one in self._weights() if one.grad is not None and id(one) not in later]
         for alike in of_one_kind(gradients):
             torch._foreach_div_(alike, grad_scale_factor)
 

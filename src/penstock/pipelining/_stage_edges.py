@@ -24,7 +24,7 @@ from penstock.pipelining._utils import (
 from penstock.runtime.metadata import wire
 
 if TYPE_CHECKING:
-    from penstock.pipelining._stage_transfers import Layout
+    from penstock.pipelining._stage_transfers import Connection, Layout
 
 
 class StageEdges(StageState):
@@ -36,21 +36,10 @@ class StageEdges(StageState):
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
         """An operation for everything that comes from another stage."""
-        ops = []
-        for info in recv_infos:
-            if info.is_root_arg:
-                continue
-            if info.buffer is not None:
-                memory = wire(info.buffer)
-            elif info.tensor_meta is not None:
-                memory = info.allocate(self.device)
-            else:
-                continue
-            ops.append(self._operation(dist.irecv, memory, info.source))
-        return ops
+        return [self._operation(dist.irecv, memory, source) for memory, source in self._incoming(recv_infos)]
 
     def _operation(self, op: Any, tensor: torch.Tensor, stage: Any) -> dist.P2POp:
-        return self._peers.operation(op, tensor, stage, self._resolve_peer_global_rank, self.group)
+        return self._connections.operation(op, tensor, stage, self._resolve_peer_global_rank, self.group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that receive the inputs of a microbatch."""
@@ -64,12 +53,60 @@ class StageEdges(StageState):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that send the outputs of a microbatch."""
-        if fwd_chunk_id not in self.fwd_cache and self.is_last:
+        return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing(fwd_chunk_id)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that send the gradients of a microbatch's inputs."""
+        return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing_gradients(bwd_chunk_id)]
+
+    # The same without operations, for messages that begin at once -----------------------------------------------------
+
+    def _receive_inputs(self, microbatch: int) -> list[dist.Work]:
+        return self._receive(self.args_recv_info[microbatch])
+
+    def _receive_gradients(self, microbatch: int) -> list[dist.Work]:
+        if not self.has_backward or self.is_last:
             return []
-        outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        metas = self._metas_of(fwd_chunk_id).outputs
+        return self._receive(self.grad_recv_info[microbatch])
+
+    def _send_outputs(self, microbatch: int) -> list[dist.Work]:
+        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing(microbatch)]
+
+    def _send_gradients(self, microbatch: int) -> list[dist.Work]:
+        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing_gradients(microbatch)]
+
+    def _receive(self, infos: tuple[_RecvInfo, ...]) -> list[dist.Work]:
+        return [self._connection(source).receive(memory) for memory, source in self._incoming(infos)]
+
+    def _connection(self, stage: int) -> Connection:
+        known = self._connections.get(stage)
+        if known is None:
+            self._operation(dist.isend, torch.empty(0, device=self.device), stage)
+            known = self._connections[stage]
+        return known
+
+    # What goes where --------------------------------------------------------------------------------------------------
+
+    def _incoming(self, infos: tuple[_RecvInfo, ...]) -> list[tuple[torch.Tensor, Any]]:
+        """Memory for everything that comes from another stage, and the stage."""
+        coming = []
+        for info in infos:
+            if info.is_root_arg:
+                continue
+            if info.buffer is not None:
+                coming.append((wire(info.buffer), info.source))
+            elif info.tensor_meta is not None:
+                coming.append((info.allocate(self.device), info.source))
+        return coming
+
+    def _outgoing(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
+        """The outputs of a microbatch as they go over the wire, and the stages that they go to."""
+        if self.is_last and microbatch not in self.fwd_cache:
+            return []
+        outputs, inputs = self.fwd_cache[microbatch]
+        metas = self._metas_of(microbatch).outputs
         layouts = self._output_layouts.of(metas) if metas is not None and len(metas) == len(outputs) else None
-        ops = []
+        going = []
         for index, output in enumerate(outputs):
             for stage in self.act_send_info[index]:
                 if stage is None:
@@ -80,46 +117,49 @@ class StageEdges(StageState):
                 if layout is None:
                     tensor = tensor.contiguous()
                 elif not layout.fits(tensor):
-                    what = f"stage {self.stage_index} microbatch {fwd_chunk_id} output {index}"
+                    what = f"stage {self.stage_index} microbatch {microbatch} output {index}"
                     tensor = layout.arranged(tensor, what)
-                ops.append(self._operation(dist.isend, tensor, stage))
-        if ops:
-            self._give_up_outputs(fwd_chunk_id, outputs, inputs)
-        return ops
+                going.append((tensor, stage))
+        if going:
+            self._give_up_outputs(microbatch, outputs, inputs)
+        return going
 
     def _give_up_outputs(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
         """Keep of outputs that are on their way only where the backward begins, so that their memory can be freed."""
         if not self._has_backward:
             if not torch.is_grad_enabled():
                 del self.fwd_cache[microbatch]
-        elif not self._parallel.keeps_outputs and not self._has_own_backward():
+        elif self._is_plain or not (self._parallel.keeps_outputs or self._has_own_backward()):
             self.fwd_cache[microbatch] = tuple([_beginning(output) for output in outputs]), inputs
+
+    #: Whether, while this step runs, all computation is that of this class, of a module that is not shared.
+    _is_plain = False
 
     def _has_own_backward(self) -> bool:
         """Whether backwards run in another way than here, which may look at outputs that are on their way."""
         return False
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that send the gradients of a microbatch's inputs."""
+    def _outgoing_gradients(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
+        """The gradients of a microbatch's inputs as they go over the wire, and the stages that they go to."""
         if not self.has_backward or self.is_first:
             return []
-        self._check_chunk_id(bwd_chunk_id)
+        self._check_chunk_id(microbatch)
         if self.grad_send_info is None:
             self.grad_send_info = self._create_grad_send_info(self.args_recv_info[0])
-        gradients = self.bwd_cache.pop(bwd_chunk_id)
-        ops = []
+        gradients = self.bwd_cache.pop(microbatch)
+        going = []
         for index, (gradient, stage) in enumerate(zip(gradients, self.grad_send_info, strict=True)):
             if stage is None:
                 if gradient is not None:
                     raise PipeliningMetadataError(
-                        f"stage {self.stage_index} microbatch {bwd_chunk_id}: input {index} has a gradient, "
+                        f"stage {self.stage_index} microbatch {microbatch}: input {index} has a gradient, "
                         "but there is no stage to send it to"
                     )
                 continue
-            tensor = self._sendable_gradient(gradient, index, bwd_chunk_id)
+            tensor = self._sendable_gradient(gradient, index, microbatch)
             if tensor is not None:
-                ops.append(self._operation(dist.isend, tensor, stage))
-        return ops
+                going.append((tensor, stage))
+        return going
 
     def _sendable_gradient(self, gradient: torch.Tensor | None, index: int, microbatch: int) -> torch.Tensor | None:
         """What goes over the wire: zeros for an input that nothing depends on; None if nothing is waited for."""
@@ -280,7 +320,7 @@ class StageEdges(StageState):
         self.bwd_cache.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
-        self._peers.check(self.stage_index_to_group_rank)
+        self._connections.check(self.stage_index_to_group_rank)
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in infos:
                 info.forget()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from penstock.pipelining._stage_parallel import NotShared, Parallel, parallel_of
-from penstock.pipelining._stage_transfers import Layouts, Peers
+from penstock.pipelining._stage_transfers import Connections, Layouts
 from penstock.pipelining._utils import _MeshCache, _StageMeta
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class StageState:
         self.act_send_info: dict[int, list[Any]] = {}
         self.grad_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
         self.grad_send_info: list[int | None] | None = None
-        self._peers = Peers()
+        self._connections = Connections()
         self._output_layouts = Layouts()
         self._gradient_layouts = Layouts()
 

@@ -156,19 +156,50 @@ class Layouts:
         return known[1]
 
 
-class Peers:
-    """Operations with the rank of another stage, made without finding out each time which one that is."""
+class Connection:
+    """The way to the rank of another stage.
 
-    __slots__ = ("_known", "_mapping")
+    Attributes:
+        group: the process group.
+        peer: the rank among all.
+        group_peer: the rank in the group.
+    """
+
+    __slots__ = ("_receive", "_send", "group", "group_peer", "peer")
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, group_peer: int, device: torch.device) -> None:
+        self.group, self.peer, self.group_peer = group, peer, group_peer
+        begins: Any = group
+        if type(group) is dist.ProcessGroup and dist.get_backend(group) == "gloo":
+            begins = group._get_backend(device)  # a call of the group takes twice as long
+        self._send, self._receive = begins.send, begins.recv
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        """Begin to send; as ``dist.isend`` does, without looking up what is known."""
+        if type(tensor) is torch.Tensor and not tensor.is_complex():
+            return self._send([tensor], self.group_peer, 0)
+        return dist.isend(tensor, group=self.group, group_dst=self.group_peer)
+
+    def receive(self, tensor: torch.Tensor) -> Any:
+        """Begin to receive; as ``dist.irecv`` does."""
+        if not tensor.is_complex():
+            return self._receive([tensor], self.group_peer, 0)
+        return dist.irecv(tensor, group=self.group, group_src=self.group_peer)
+
+
+class Connections(dict[int, Connection]):
+    """Connections by stage: who has it is found out once."""
+
+    __slots__ = ("_mapping",)
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int, int]] = {}
+        super().__init__()
         self._mapping: dict[int, int] = {}
 
     def check(self, mapping: dict[int, int]) -> None:
         """Forget all if stages are on other ranks now."""
         if mapping != self._mapping:
-            self._known.clear()
+            self.clear()
             self._mapping = dict(mapping)
 
     def operation(
@@ -180,16 +211,16 @@ class Peers:
         group: dist.ProcessGroup | None,
     ) -> dist.P2POp:
         """A ``P2POp`` with the stage. ``rank_of`` is asked once."""
-        known = self._known.get(stage)
+        known = self.get(stage)
         if known is None or dist.P2POp is not _P2POp:
             made = dist.P2POp(op, tensor, rank_of(stage), group)
             if type(made) is _P2POp:
-                self._known[stage] = made.group, made.peer, made.group_peer
+                self[stage] = Connection(made.group, made.peer, made.group_peer, tensor.device)
             return made
         made = object.__new__(_P2POp)  # the constructor looks up again, several times, what is known
         made.op = op
         made.tensor = tensor
-        made.group, made.peer, made.group_peer = known
+        made.group, made.peer, made.group_peer = known.group, known.peer, known.group_peer
         made.tag = 0
         return made
 

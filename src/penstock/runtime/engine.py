@@ -21,8 +21,10 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 def _run(*args: Any, **kwargs: Any) -> Any:
-    with without_autocast():
-        return _run_backward(*args, **kwargs)
+    if torch._C._is_any_autocast_enabled():
+        with without_autocast():
+            return _run_backward(*args, **kwargs)
+    return _run_backward(*args, **kwargs)
 
 
 def without_autocast() -> AbstractContextManager[None]:

@@ -1,0 +1,184 @@
+"""The short ways through a step: taken where nothing of a program's own is between, and by each rank for itself."""
+
+import logging
+from contextlib import ExitStack, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.pipelining import PipelineStage, schedules
+from penstock.pipelining._schedule_shortcuts import begins_directly, plainly
+from pipelining.contracts import (
+    CPU,
+    OURS,
+    WIDTH,
+    Package,
+    assert_gradients,
+    fake_group,
+    layers,
+    numbers,
+    step_arguments,
+    summed,
+    unsplit,
+)
+
+BATCH, MICROBATCHES = 8, 4
+PLACEMENTS = {
+    "GPipe": ([0], [1]),
+    "1F1B": ([0], [1]),
+    "Interleaved1F1B": ([0, 2], [1, 3]),
+    "ZBVZeroBubble": ([0, 3], [1, 2]),
+}
+
+
+class Stage(PipelineStage):
+    """One that changes nothing of what messages need."""
+
+
+class SendsItself(PipelineStage):
+    def get_fwd_send_ops(self, fwd_chunk_id):
+        return super().get_fwd_send_ops(fwd_chunk_id)
+
+
+class ComputesItself(PipelineStage):
+    def backward_maybe_with_nosync(self, backward_type, bwd_kwargs, last_backward=False):
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+@pytest.fixture
+def stage():
+    with fake_group():
+        yield Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
+
+
+def replaced(name):
+    return mock.patch.object(schedules, name, return_value=[])
+
+
+REPLACED = {
+    "_batch_p2p": lambda: replaced("_batch_p2p"),
+    "_sorted_batch_p2p": lambda: replaced("_sorted_batch_p2p"),
+    "_wait_batch_p2p": lambda: replaced("_wait_batch_p2p"),
+    "dist": lambda: mock.patch.object(schedules, "dist"),
+    "isend": lambda: mock.patch.object(dist, "isend"),
+    "irecv": lambda: mock.patch.object(dist, "irecv"),
+    "batch_isend_irecv": lambda: mock.patch.object(dist, "batch_isend_irecv"),
+    "P2POp": lambda: mock.patch.object(dist, "P2POp"),
+    "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_messages_begin_directly_unless_something_is_between(stage, what):
+    assert begins_directly([stage], schedules)
+    with REPLACED[what]():
+        assert not begins_directly([stage], schedules)
+    assert begins_directly([stage], schedules)
+
+
+def test_messages_that_are_logged_do_not_begin_directly(stage, caplog):
+    with caplog.at_level(logging.DEBUG, "penstock.pipelining.schedules"):
+        assert not begins_directly([stage], schedules)
+
+
+def test_a_stage_that_makes_messages_itself_is_asked_for_them(stage):
+    other = SendsItself(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
+    assert not begins_directly([stage, other], schedules)
+    stage.get_bwd_recv_ops = stage.get_bwd_recv_ops
+    assert not begins_directly([stage], schedules)
+
+
+def test_a_stage_is_plain_during_a_step_and_no_longer(stage):
+    own = ComputesItself(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
+    builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
+    with plainly([stage, own, builder]):
+        assert [one._is_plain for one in (stage, own, builder)] == [True, False, False]
+        assert stage._weights_of_step == list(stage.submod.parameters())
+    assert not stage._is_plain
+    assert stage._weights_of_step is None
+
+
+# On several ranks -----------------------------------------------------------------------------------------------------
+
+
+def train(rank, ranks, name, between, *, group):
+    """Steps of which each goes another way on each rank; the gradients of every one are those of the unsplit model."""
+    package, placement = Package(OURS), PLACEMENTS[name]
+    count = sum(map(len, placement))
+    model = layers(count)
+    x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
+    expected = unsplit(model, x, target)
+    stages = [PipelineStage(model[index], index, count, CPU, group=group) for index in placement[rank]]
+    schedule = package.schedule_class(name)(
+        stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_fn=summed, scale_grads=False
+    )
+    posted = []
+    original = schedules._batch_p2p
+
+    def counted(operations, desc=None):
+        posted.append(len(operations))
+        return original(operations, desc)
+
+    counts = []
+    for number in range(4):
+        model.zero_grad()
+        posted.clear()
+        own_way = number % 2 == (rank if between == "by turns" else 1)
+        with ExitStack() as around:
+            around.enter_context(mock.patch.object(schedules, "_batch_p2p", counted) if own_way else nullcontext())
+            args, kwargs = step_arguments(stages, x, target, [])
+            schedule.step(*args, **kwargs)
+        assert_gradients(model, placement[rank], expected.gradients)
+        counts.append((own_way, sum(posted)))
+    return counts
+
+
+@pytest.mark.parametrize("between", ["by turns", "together"])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_ranks_go_either_way_whichever_the_others_go(workers, name, between):
+    for rank, counts in enumerate(workers.run(train, name, between, ranks=2)):
+        stages, count = PLACEMENTS[name][rank], sum(map(len, PLACEMENTS[name]))
+        ends = [each for stage in stages for each in (stage - 1, stage + 1) if 0 <= each < count and each not in stages]
+        for own_way, posted in counts:
+            assert posted == (2 * MICROBATCHES * len(ends) if own_way else 0)
+
+
+def test_several_kinds_of_numbers_go_directly(workers):
+    assert workers.run(send_kinds, ranks=2) == [True, True]
+
+
+class Widened(nn.Module):
+    """Outputs of several kinds, one of them no view that could be sent as it is."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5, dtype=torch.float64))
+
+    def forward(self, x, phase=None, count=None):
+        x = x * self.weight
+        if self.last:
+            return x.T.sum(0) + phase.abs().sum() + count.sum()
+        return x.T.contiguous().T, torch.polar(x.abs().detach() + 1, x.detach()), torch.arange(3)
+
+
+def send_kinds(rank, ranks, *, group):
+    whole = nn.ModuleList([Widened(False), Widened(True)])
+    x, target = numbers(1, BATCH, WIDTH).double(), torch.zeros(BATCH, dtype=torch.float64)
+
+    def loss_fn(output, target):
+        return ((output - target) ** 2).sum()
+
+    for rows in x.split(BATCH // MICROBATCHES):
+        loss_fn(whole[1](*whole[0](rows)), 0).backward()
+    expected = whole[rank].weight.grad
+    whole[rank].weight.grad = None
+    stage = PipelineStage(whole[rank], rank, ranks, CPU, group=group)
+    schedule = schedules.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn, scale_grads=False)
+    args, kwargs = step_arguments([stage], x, target, [])
+    schedule.step(*args, **kwargs)
+    return torch.allclose(whole[rank].weight.grad, expected)
