@@ -372,6 +372,29 @@ def test_functions_of_ones_own(name: str) -> None:
     check(Calling(FUNCTIONS[name], w=(4, 4), b=(4,)), x_of(4, 4))
 
 
+class Ending(torch.autograd.Function):
+    """A value that passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("ended", range(8))
+def test_layers_that_get_no_gradient(ended: int) -> None:
+    """They come at any place among others, of which each gets its own."""
+
+    def run(self: Calling, x: torch.Tensor) -> torch.Tensor:
+        parts = [self.a(x), self.b(x), self.c(x)]
+        return sum([Ending.apply(part) if ended >> index & 1 else part for index, part in enumerate(parts)])
+
+    check(Calling(run, a=nn.Linear(4, 3), b=nn.Linear(4, 3), c=nn.Linear(4, 3, bias=False)), x_of(4, 4))
+
+
 # What needs a gradient, and what is there to need it.
 
 

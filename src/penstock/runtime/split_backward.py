@@ -18,6 +18,7 @@ only compared with it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate as running_sums
 from itertools import compress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -40,10 +41,10 @@ if TYPE_CHECKING:
     Gradients = Sequence[torch.Tensor | None]
     #: The edges of a node.
     Row = tuple[tuple[Node | None, int], ...]
-    #: A node where W makes the gradients of weights: what gets the gradient of the node's output, the edges that lead
-    #: to weights, what makes their gradients and the operand for it, and whether no later point leads to the same
-    #: weights, so that they may get their gradients. A bare tuple, since there are many.
-    Point = tuple[list[torch.Tensor | None], list[GradientEdge], Make, Any, bool]
+    #: A node where W makes the gradients of weights: what gets the gradient of the node's output, what makes their
+    #: gradients and the operand for it, the end of the edges to these weights among all such edges, and whether no
+    #: later point leads to the same weights, so that they may get their gradients. A bare tuple, since there are many.
+    Point = tuple[list[torch.Tensor | None], Make, Any, int, bool]
 
 #: Nodes that run a backward of their own inside, and refuse to when the engine is asked for certain gradients only.
 _OPAQUE: Final = frozenset({"CheckpointFunctionBackward"})
@@ -104,16 +105,16 @@ class SplitBackward:
         if split is None:
             return _in_one_piece(roots, gradients, inputs), WeightBackward()
         now = [root.node in split.now for root in roots]
-        edges: list[GradientEdge] = split.leaves
-        later: list[torch.Tensor] = []
+        split.now.clear()  # all else of the split lives until W
+        later: tuple[Sequence[GradientEdge], Sequence[torch.Tensor]] = (), ()
         if not all(now):
             after = [not one for one in now]
-            edges, later = [*edges, *compress(roots, after)], list(compress(gradients, after))
+            later = list(compress(roots, after)), list(compress(gradients, after))
             roots, gradients = list(compress(roots, now)), list(compress(gradients, now))
         with _without_hooks(split.leaves):
             found = gradients_at(roots, gradients, [*inputs, *split.leaves])
         count = len(inputs)
-        return list(found[:count]), WeightBackward(edges, [*found[count:], *later], split.points, split.keep)
+        return list(found[:count]), WeightBackward(*later, split, found[count:])
 
     def _split(self, beginnings: list[Node], inputs: Sequence[torch.Tensor]) -> _Split | None:
         """Where this graph falls into two; None if it does not."""
@@ -136,20 +137,20 @@ class SplitBackward:
 class WeightBackward:
     """What is left of a backward when the inputs have their gradients. Call it once."""
 
-    __slots__ = ("_edges", "_gradients", "_keep", "_points")
+    __slots__ = ("_found", "_gradients", "_roots", "_split")
 
     def __init__(
         self,
-        edges: Sequence[GradientEdge] = (),
-        gradients: Gradients = (),
-        points: Sequence[Point] = (),
-        keep: object = None,
+        roots: Sequence[GradientEdge] = (),
+        gradients: Sequence[torch.Tensor] = (),
+        split: _Split | None = None,
+        found: Gradients = (),
     ) -> None:
-        """Gradients for edges, and points where they have yet to be made; `keep` lives until the call."""
-        self._edges = edges
+        """Roots that lead to weights alone, and their gradients; a split, and what I has found for its leaves."""
+        self._roots = roots
         self._gradients = gradients
-        self._points = points
-        self._keep = keep
+        self._split = split
+        self._found = found
 
     def __call__(self) -> None:
         """Add the gradients of the weights to their ``.grad``."""
@@ -160,25 +161,39 @@ class WeightBackward:
                 self._add()
         finally:
             torch._C._set_grad_enabled(enabled)
-        self._keep = None
 
     def _add(self) -> None:
-        points = self._points
-        edges = [edge for edge, gradient in zip(self._edges, self._gradients, strict=True) if gradient is not None]
-        gradients = [gradient for gradient in self._gradients if gradient is not None]
-        self._edges, self._gradients, self._points = (), (), ()
-        size = 0
-        for output, below, make, operand, complete in points:
-            if output and (gradient := output.pop()) is not None:
-                made = make(gradient, operand)
-                edges += below
-                gradients += made
-                size += made[-1].nbytes
-            if size > _ENOUGH and complete:  # before they leave the caches
-                accumulate(edges, gradients)
-                edges, gradients, size = [], [], 0
+        edges, gradients, split = list(self._roots), list(self._gradients), self._split
+        if split is not None:
+            there = [gradient is not None for gradient in self._found]
+            edges += split.leaves if all(there) else compress(split.leaves, there)
+            gradients += [gradient for gradient in self._found if gradient is not None]
+        self._roots, self._gradients, self._split, self._found = (), (), None, ()
+        if split is not None:
+            edges, gradients = _multiplied(split, edges, gradients)
         if edges:
             accumulate(edges, gradients)
+
+
+def _multiplied(
+    split: _Split, edges: list[GradientEdge], gradients: list[torch.Tensor]
+) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    """Make the gradients at points; those that have not been added to ``.grad`` on the way are returned."""
+    below = split.below
+    taken_to = size = end = 0  # how many edges of `below` are among `edges`, or have been
+    for output, make, operand, until, complete in split.points:
+        if output and (gradient := output.pop()) is not None:
+            made = make(gradient, operand)
+            gradients += made
+            size += made[-1].nbytes
+        else:
+            edges += below[taken_to:end]
+            taken_to = until
+        end = until
+        if size > _ENOUGH and complete:  # before they leave the caches
+            accumulate(edges + below[taken_to:end], gradients)
+            edges, gradients, size, taken_to = [], [], 0, end
+    return edges + below[taken_to:end], gradients
 
 
 class _Split(NamedTuple):
@@ -188,12 +203,14 @@ class _Split(NamedTuple):
         now: the nodes of roots from which I runs.
         leaves: those that get a gradient in I which is added in W.
         points: where W makes gradients.
+        below: the edges for these gradients.
         keep: what must live until W: nodes above such that are written in Python, which do not live by themselves.
     """
 
     now: list[Node]
     leaves: list[GradientEdge]
     points: list[Point]
+    below: list[GradientEdge]
     keep: list[Node]
 
 
@@ -292,6 +309,7 @@ class _Cut(NamedTuple):
         now: roots from which I runs.
         leaves: the leaves that get a gradient in I which is added in W.
         points: nodes of products.
+        below: the edges of all these that lead into the part of W: the number of the row, and that of the edge in it.
         keep: those of them that must live until W.
         whole: whether it cannot be cut.
     """
@@ -301,6 +319,7 @@ class _Cut(NamedTuple):
     now: list[int]
     leaves: list[int]
     points: list[_Place]
+    below: list[tuple[int, int]]
     keep: list[int]
     whole: bool
 
@@ -320,16 +339,14 @@ class _Place(NamedTuple):
 
     Attributes:
         node: the place of the node.
-        row: the number of its row.
-        numbers: those of its edges that lead into the part of W.
-        rule: how to make gradients for them.
-        complete: see ``Point``.
+        rule: how to make gradients for those of its edges that lead into the part of W.
+        until: see ``Point``.
+        complete: see there.
     """
 
     node: int
-    row: int
-    numbers: list[int]
     rule: Rule
+    until: int
     complete: bool
 
 
@@ -362,6 +379,7 @@ def _cut(form: _Form, graph: _Graph, below: list[list[int]], roots: int, ends: l
     rows = {place: row for row, place in enumerate(place for place, new in form.inner if new is not _ONLY)}
     roots_later = set[int]().union(*(nodes for place, nodes in reached.items() if place not in points))
     python = {place for place, kind in enumerate(form.kinds) if issubclass(kind, BackwardCFunction)}
+    ends_of_edges = running_sums(len(numbers) for numbers, _ in points.values())
     complete = _complete(roots_later, [reached[place] for place in points])
     return _Cut(
         form,
@@ -369,9 +387,10 @@ def _cut(form: _Form, graph: _Graph, below: list[list[int]], roots: int, ends: l
         now,
         leaves,
         [
-            _Place(place, rows[place], numbers, rule, last)
-            for (place, (numbers, rule)), last in zip(points.items(), complete, strict=True)
+            _Place(place, rule, until, last)
+            for (place, (_, rule)), until, last in zip(points.items(), ends_of_edges, complete, strict=True)
         ],
+        [(rows[place], number) for place, (numbers, _) in points.items() for number in numbers],
         [place for place, (numbers, _) in points.items() if any(below[place][number] in python for number in numbers)],
         any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
     )
@@ -429,28 +448,31 @@ def _complete(before: set[int], reached: Sequence[set[int]]) -> list[bool]:
 def _applied(cut: _Cut, graph: _Graph, carrier: torch.Tensor) -> _Split | None:
     """The cut of one microbatch's graph; None if something about its nodes forbids it."""
     nodes, rows = graph
-    products = [product for place, _, _, rule, _ in cut.points if (product := rule(nodes[place]))]
-    if len(products) < len(cut.points):
-        return None
     points: list[Point] = []
-    for (place, row, numbers, _, complete), (make, operand) in zip(cut.points, products, strict=True):
-        edges = rows[row]
-        output: list[torch.Tensor | None] = []
-        _hand_over(nodes[place], output, carrier)
-        below = [_new(GradientEdge, (*edges[number], None)) for number in numbers]
-        points.append((output, below, make, operand, complete))
-    leaves = [_new(GradientEdge, (nodes[place], 0, None)) for place in cut.leaves]
-    return _Split([nodes[place] for place in cut.now], leaves, points, [nodes[place] for place in cut.keep])
+    for place, rule, until, complete in cut.points:
+        product = rule(nodes[place])
+        if product is None:
+            return None
+        points.append(([], *product, until, complete))
+    _hand_over([nodes[place] for place, *_ in cut.points], points, carrier)
+    return _Split(
+        [nodes[place] for place in cut.now],
+        [_new(GradientEdge, (nodes[place], 0, None)) for place in cut.leaves],
+        points,
+        [_new(GradientEdge, (*rows[row][number], None)) for row, number in cut.below],
+        [nodes[place] for place in cut.keep],
+    )
 
 
-def _hand_over(node: Any, output: list[torch.Tensor | None], carrier: torch.Tensor) -> None:
-    """Have a list get the gradient of a node's output, when all hooks of that output have seen it.
+def _hand_over(nodes: Sequence[Any], points: Sequence[Point], carrier: torch.Tensor) -> None:
+    """Have each point get the gradient of a node's output, when all hooks of that output have seen it.
 
     What the engine itself hands over for an edge is the gradient before the hooks. ``register_prehook`` would do, and
     take longer than all else that is done for a node.
     """
-    carrier._backward_hooks = {0: output.append}
-    node._register_hook_dict(carrier)
+    for node, point in zip(nodes, points, strict=True):
+        carrier._backward_hooks = {0: point[0].append}
+        node._register_hook_dict(carrier)
     carrier._backward_hooks = None
 
 
