@@ -97,13 +97,21 @@ def measure(
         _same(ways, stage, x)
         count = max(1, int(SHORTEST_TURN / max(1e-4, whole(stage, x, x).backward)))
         turns: dict[str, list[Halves]] = defaultdict(list)
-        for repeat in range(repeats):
-            names = list(ways)
-            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-                gc.collect()
-                several = [ways[name](stage, x, x) for _ in range(count)]
+        for _ in range(repeats):
+            gc.collect()
+            for name, several in _turn(ways, stage, x, count).items():
                 turns[name].append(Halves(*(sum(parts) / count for parts in zip(*several, strict=True))))
         found[size] = dict(turns)
+    return found
+
+
+def _turn(ways: dict[str, Way], stage: nn.Module, x: torch.Tensor, count: int) -> dict[str, list[Halves]]:
+    """Each way some times, one after the other, so that all of them see the same moments of a busy machine."""
+    found: dict[str, list[Halves]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(count):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            found[name].append(ways[name](stage, x, x))
     return found
 
 
@@ -114,6 +122,7 @@ def whole(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
     y = stage(x)
     forwarded = thread_time()
     torch.autograd.backward(y, gradient)
+    del y  # each way ends when the graph is gone
     return Halves(forwarded - begin, thread_time() - forwarded, 0)
 
 
@@ -127,6 +136,7 @@ def plain(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
     torch.autograd.grad(y, x, gradient, retain_graph=True)
     halfway = thread_time()
     torch.autograd.backward(y, gradient, inputs=weights)
+    del y
     return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
 
 
@@ -139,6 +149,7 @@ def torch_halves(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> H
     _, groups = stage_backward_input([y], [gradient], [x], stage.parameters())
     halfway = thread_time()
     stage_backward_weight(stage.parameters(), groups)
+    del y, groups
     return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
 
 
