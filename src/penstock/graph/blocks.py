@@ -17,6 +17,11 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 SIZE: Final = 1 << 15
 
 
+def number_type(length: int) -> type[np.int32 | np.int64]:
+    """How to hold the places of an array of this length: in less room if they are many, else as NumPy looks them up."""
+    return np.int64 if length <= SIZE else np.int32
+
+
 def blocks(length: int) -> Sequence[slice]:
     """An array of this length, block by block; an empty one is one block.
 

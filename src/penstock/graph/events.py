@@ -141,9 +141,7 @@ class Part:
         for transfer in TRANSFERS:
             send, receive, offset = transfer.send, transfer.receive, transfer.stage_offset * leaves.stride
             for kind, other, further in ((send, receive, offset), (receive, send, -offset)):
-                mine = (leaves.kind[begin:end] == packed.TYPE_NUMBER[kind]).nonzero()[0] + begin
-                if not leaves.all_in_range:
-                    mine = mine[leaves.in_range[mine]]
+                mine = leaves.are_between(kind, begin, end)
                 slots = leaves.slots_at(mine)
                 partner = leaves.table(other)[slots + further]
                 good = (_are_matched(leaves, mine, partner) & (leaves.table(kind)[slots] == mine)).nonzero()[0]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.blocks import blocks, together
+from penstock.graph.blocks import blocks, number_type, together
 from penstock.ir import packed
 from penstock.ir.dependencies import NEEDS, OPERATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Stands for an action that is not there, and for the rank of a stage that there is not.
 NOWHERE: Final = -1
 
-_NO_PLACES: Final = np.empty(0, np.int64)
+_NO_PLACES: Final = np.empty(0, np.int32)
 
 
 def too_sparse(schedule: Schedule) -> bool:
@@ -60,7 +60,7 @@ class Leaves:
         self.stride = self.microbatches + 1
         self.codes, offsets = schedule.codes, schedule.offsets
         self.rank: Places = np.arange(schedule.ranks, dtype=np.int32).repeat(offsets[1:] - offsets[:-1])
-        self.cell: Places = np.arange(len(self.codes))
+        self.cell: Places = np.arange(len(self.codes), dtype=number_type(len(self.codes)))
         kinds, counts, joined = [], [], 0
         for block in blocks(len(self.codes)):
             codes = self.codes[block]
@@ -88,13 +88,13 @@ class Leaves:
     def grown_into(self, schedule: Schedule, kinds: frozenset[ComputationType]) -> Leaves | None:
         """The leaves of a schedule where all actions but those of these types, none of them compute, stand as here.
 
-        None if they do not. What is known of them is taken over: it need not be found again.
+        None if they do not. What is known of them is taken over: it need not be found again. O(n).
         """
         if schedule.placement != self.schedule.placement or schedule.microbatches != self.microbatches:
             return None
         other = Leaves(schedule)
         other.home = self.home
-        stayed, now = ((~leaves.is_among(kinds)).nonzero()[0] for leaves in (self, other))
+        stayed, now = (leaves._where(~packed.are_among(kinds)) for leaves in (self, other))
         if len(stayed) != len(now) or not all(
             np.array_equal(self.codes[stayed[block]], other.codes[now[block]]) for block in blocks(len(now))
         ):
@@ -102,7 +102,9 @@ class Leaves:
         on_their_ranks = self.all_at_home and other.all_at_home  # and so on the same: the stages are where they were
         if not on_their_ranks and not np.array_equal(self.rank[stayed], other.rank[now]):
             return None
-        place = np.zeros(len(self), np.int64)
+        if other.has_transfers:
+            return other  # what waits for what is then said by its transfers
+        place = np.zeros(len(self), number_type(len(self)))
         place[stayed] = now
         if self._known_inputs:
             known, before = self._known_inputs
@@ -161,6 +163,10 @@ class Leaves:
                 return False
         return True
 
+    def stages_at(self, places: Places) -> Places:
+        """The stages of the actions at these places: not all of them are made for a few."""
+        return packed.stages(self.codes[places])
+
     def is_at_home(self, places: Places) -> NDArray[np.bool_]:
         """Whether the actions at these places are on the rank that holds their stage."""
         return np.asarray(self.home[np.minimum(self.stage[places], self.stages)] == self.rank[places])
@@ -187,7 +193,8 @@ class Leaves:
             raise ScheduleError(
                 f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
             )
-        tables = np.full((int(self._number_of_table.max()) + 1, (self.stages + 2) * self.stride), NOWHERE)
+        shape = int(self._number_of_table.max()) + 1, (self.stages + 2) * self.stride
+        tables = np.full(shape, NOWHERE, number_type(len(self)))
         for block in reversed(blocks(len(self))):
             places, entries = self._entries(block)
             tables.ravel()[entries[::-1]] = places[::-1]  # of several the first stays
@@ -203,7 +210,7 @@ class Leaves:
         """The actions of a block that are in range, and where each stands in the tables, counted through all."""
         table = self._number_of_table.take(self.kind[block])
         entries = table * ((self.stages + 2) * self.stride) + self.slots_at(block)
-        places = np.arange(block.start, block.stop)
+        places = np.arange(block.start, block.stop, dtype=number_type(len(self)))
         if self.all_in_range:
             return places, entries
         inside = self.in_range[block]
@@ -224,8 +231,21 @@ class Leaves:
     def are(self, *kinds: ComputationType) -> Places:
         """Where the actions of these types are, in order."""
         if kinds not in self._found:
-            self._found[kinds] = self.is_among(kinds).nonzero()[0] if self.has_any(kinds) else _NO_PLACES
+            self._found[kinds] = self._where(packed.are_among(kinds)) if self.has_any(kinds) else _NO_PLACES
         return self._found[kinds]
+
+    def _where(self, wanted: NDArray[np.bool_]) -> Places:
+        """Where the actions are whose type, as a number, is wanted."""
+        if len(blocks(len(self))) == 1:
+            return wanted.take(self.kind).nonzero()[0]
+        return np.concatenate(
+            [wanted.take(self.kind[block]).nonzero()[0] + block.start for block in blocks(len(self))], dtype=np.int32
+        )
+
+    def are_between(self, kind: ComputationType, begin: int, end: int) -> Places:
+        """Where the actions of this type are that stand between these places and are in range, in order."""
+        places: Places = (self.kind[begin:end] == packed.TYPE_NUMBER[kind]).nonzero()[0] + begin
+        return places if self.all_in_range else places[self.in_range[places]]
 
     def count(self, kind: ComputationType) -> int:
         """How many actions of this type there are."""
@@ -239,13 +259,6 @@ class Leaves:
         """The same without those whose stage or microbatch there is not."""
         places = self.are(*kinds)
         return places if self.all_in_range else places[self.in_range[places]]
-
-    def is_among(self, kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -> NDArray[np.bool_]:
-        """Whether each is of one of these types."""
-        if len(kinds) == 1:
-            return np.asarray(self.kind == packed.TYPE_NUMBER[next(iter(kinds))])
-        among = packed.are_among(kinds)
-        return together([among.take(self.kind[block]) for block in blocks(len(self))])
 
     def is_kind(self, places: Places, kind: ComputationType) -> NDArray[np.bool_]:
         """Whether the actions at these places are of this type."""
@@ -297,29 +310,48 @@ class Leaves:
         """For every slot of a table the rank that its stage is placed on; ``NOWHERE`` at both ends of the pipeline."""
         return np.append(NOWHERE, self.home).repeat(self.stride)
 
-    @cached_property
+    @property
     def inputs(self) -> tuple[Places, Places]:
         """What every compute action waits for, by ``ir/dependencies.py``: pairs of (action, what it waits for).
 
         What is not there at all nothing waits for.
         """
-        consumers, producers = [_NO_PLACES], [_NO_PLACES]
+        return _side_by_side(self.inputs_in_parts)
+
+    @cached_property
+    def inputs_in_parts(self) -> list[tuple[Places, Places]]:
+        """The same, a block at a time."""
+        parts = [*self._inputs_or_nowhere()]
+        if len(blocks(len(self))) == 1:
+            parts = [_side_by_side(parts)]
+        there = [(awaited != NOWHERE).nonzero()[0] for _, awaited in parts]
+        return [(waiting[found], awaited[found]) for (waiting, awaited), found in zip(parts, there, strict=True)]
+
+    def _inputs_or_nowhere(self) -> Iterator[tuple[Places, Places]]:
+        yield _NO_PLACES, _NO_PLACES
         for kind, needs in NEEDS.items():
             mine = self.are_in_range(kind)
-            if len(mine):
-                slots = self.slot[mine]
-                for need in needs:
-                    consumers.append(mine)
-                    producers.append(self.table_of_any(need.any_of)[slots + need.stage_offset * self.stride])
-        waiting, awaited = np.concatenate(consumers), np.concatenate(producers)
-        there = (awaited != NOWHERE).nonzero()[0]
-        return waiting[there], awaited[there]
+            if not len(mine):
+                continue
+            parts = [(mine[block], self.slots_at(mine[block])) for block in blocks(len(mine))]
+            for need in needs:
+                table, offset = self.table_of_any(need.any_of), need.stage_offset * self.stride
+                for waiting, slots in parts:
+                    yield waiting, table[slots + offset]
 
     def inputs_from_elsewhere(self) -> tuple[Places, Places]:
         """Those pairs of ``inputs`` that are of two ranks."""
         if self._known_inputs:
             (waiting, awaited), place = self._known_inputs
             return place[waiting], place[awaited]
-        waiting, awaited = self.inputs
-        elsewhere = (self.rank[awaited] != self.rank[waiting]).nonzero()[0]
-        return waiting[elsewhere], awaited[elsewhere]
+        found = []
+        for waiting, awaited in self.inputs_in_parts:
+            elsewhere = (self.rank[awaited] != self.rank[waiting]).nonzero()[0]
+            found.append((waiting[elsewhere], awaited[elsewhere]))
+        return _side_by_side(found)
+
+
+def _side_by_side(parts: list[tuple[Places, Places]]) -> tuple[Places, Places]:
+    """Pairs that came in parts, together."""
+    first, second = zip(*parts, strict=True)
+    return np.concatenate(first), np.concatenate(second)

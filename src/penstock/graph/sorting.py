@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 #: So many are sorted in no time.
 _FEW: Final = 1000
+#: How many bits are sorted at a time.
+_DIGIT: Final = 16
 
 
 def order_by(*keys: Ints) -> Ints:
-    """How to sort by the first key, then by the second, and so on; keys are not negative, and no two rows are equal.
+    """How to sort by the first key, then by the second, and so on; keys are not negative. What is equal stays in order.
 
     One number made of all the keys is sorted several times faster than the keys one after the other. What the passes
     and the graph sort comes as a few runs that are sorted already, and takes the time of their merge: that is linear.
@@ -31,7 +33,16 @@ def order_by(*keys: Ints) -> Ints:
 
 
 def stable_order(key: Ints) -> Ints:
-    """How to sort by a key that is not negative; what is equal stays in order. O(n) for small numbers."""
-    if len(key) > _FEW and key.max() <= np.iinfo(np.uint16).max:
-        key = key.astype(np.uint16)  # of 16 bits it sorts digit by digit
-    return key.argsort(kind="stable")
+    """How to sort by a key that is not negative; what is equal stays in order. O(n) for every 16 bits of the key."""
+    if len(key) <= _FEW:
+        return key.argsort(kind="stable")
+    digits = range(0, int(key.max()).bit_length(), _DIGIT) or (0,)
+    order = _digit(key, digits[0]).argsort(kind="stable")
+    for shift in digits[1:]:
+        order = order[_digit(key[order], shift).argsort(kind="stable")]
+    return order
+
+
+def _digit(key: Ints, shift: int) -> NDArray[np.uint16]:
+    """So many bits of the key, from one bit on: numbers that are sorted without comparing any."""
+    return (key >> shift if shift else key).astype(np.uint16)

@@ -95,12 +95,13 @@ def _kernel(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> In
         if missing[node] == 0:
             ready[end] = node
             end += 1
-    place = 0
-    while place < end:
-        node = ready[place]
-        place += 1
+    # What became ready last comes next, and of that the end of the first edge. Where that is the next action of a rank,
+    # the walk stays on the rank as long as it can, and what it reads in the caches.
+    while end > 0:
+        end -= 1
+        node = ready[end]
         begin = start[node]
-        for slot in range(first[node], first[node + 1]):
+        for slot in range(first[node + 1] - 1, first[node] - 1, -1):
             other = after[slot]
             if begin + length[slot] > start[other]:
                 start[other] = begin + length[slot]

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.ir import packed
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
-from penstock.lowering.rows import rebuilt, taken_apart
+from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
     from penstock.graph.leaves import Leaves
@@ -18,26 +18,20 @@ if TYPE_CHECKING:
 def merge_backward(schedule: Schedule | Leaves) -> Schedule:
     """An I directly followed by the W of the same stage and microbatch becomes a B; idle steps between do not count.
 
+    O(n).
+
     >>> from penstock.ir.schedule import Schedule
     >>> merge_backward(Schedule([["0F0", "0F1", "0I0", None, "0W0", "0I1"]])).actions[0]
     (0F0, 0F1, 0B0, 0I1)
     """
     leaves = taken_apart(schedule)
-    codes, ranks = leaves.codes, leaves.rank
-    kinds, joined = packed.types(codes), packed.is_joined(codes)
-    alone = ~joined
-    alone[:-1] &= ~joined[1:]
-    first = np.zeros(len(codes), bool)
-    first[:-1] = (
-        (kinds[:-1] == packed.TYPE_NUMBER[BACKWARD_INPUT])
-        & (kinds[1:] == packed.TYPE_NUMBER[BACKWARD_WEIGHT])
-        & (packed.stages(codes)[:-1] == packed.stages(codes)[1:])
-        & (packed.microbatches(codes)[:-1] == packed.microbatches(codes)[1:])
-        & (ranks[:-1] == ranks[1:])
-        & alone[:-1]
-        & alone[1:]
-    )
-    merged = codes.copy()
-    merged[first] = packed.retyped(merged[first], BACKWARD_INPUT, FULL_BACKWARD)
-    kept = ~np.roll(first, 1)
-    return rebuilt(leaves.schedule, merged[kept], ranks[kept])
+    codes, rank = leaves.codes, leaves.rank
+    inputs = leaves.are(BACKWARD_INPUT)
+    inputs = inputs[inputs < len(codes) - 1]
+    follows = packed.retyped(codes[inputs], BACKWARD_INPUT, BACKWARD_WEIGHT) == codes[inputs + 1]
+    alone = ~packed.is_joined(codes[inputs]) & ~packed.is_joined(codes[np.minimum(inputs + 2, len(codes) - 1)])
+    inputs = inputs[follows & alone & (rank[inputs] == rank[inputs + 1])]
+    merged, kept = codes.copy(), np.ones(len(codes), bool)
+    merged[inputs] = packed.retyped(codes[inputs], BACKWARD_INPUT, FULL_BACKWARD)
+    kept[inputs + 1] = False
+    return leaves.schedule.with_codes(merged[kept], leaves.offsets - (inputs + 1).searchsorted(leaves.offsets))

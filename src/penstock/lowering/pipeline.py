@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from penstock.errors import ScheduleError
 from penstock.graph.models import CommModel
 from penstock.ir.actions import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FULL_BACKWARD,
     RECV_B,
     RECV_F,
     REDUCE_GRAD,
@@ -19,7 +16,7 @@ from penstock.ir.actions import (
 )
 from penstock.ir.dependencies import OPERATIONS
 from penstock.ir.schedule import Schedule
-from penstock.lowering.defer_receives import defer_receives as deferred
+from penstock.lowering.defer_receives import in_time
 from penstock.lowering.merge_backward import merge_backward as merged
 from penstock.lowering.reduce_gradients import reduce_gradients
 from penstock.lowering.rows import taken_apart
@@ -30,13 +27,10 @@ from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, ve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from penstock.graph.leaves import Leaves
+    from penstock.graph.leaves import Leaves, Places
     from penstock.ir.actions import ComputationType
 
-    Pass = Callable[[Leaves], tuple[Schedule, NDArray[np.int64] | None]]
+    Pass = Callable[[Leaves, Places | None], tuple[Schedule, Places | None]]
 
 WITHOUT_LANES: Final = CommModel(buffering="rendezvous", lanes="message")
 
@@ -83,16 +77,18 @@ def lower(
         raise ScheduleError("the schedule is lowered already: it has other actions than F, B, I and W")
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
-    leaves = taken_apart(verify_structure(schedule))
+    # That the compute actions do not wait in a circle is proved when they take turns, with their transfers.
+    leaves, turns = taken_apart(verify_structure(schedule)), None
+    if merge_backward:
+        leaves = verify_structure(merged(leaves))
     for lowering in _lowerings(
-        merge_backward=merge_backward,
         max_active_stages=max_active_stages if unshard else None,
         reduce=reduce,
         defer_receives=defer_receives,
         look_ahead=look_ahead,
     ):
         try:
-            lowered, turns = lowering.run(leaves)
+            lowered, turns = lowering.run(leaves, turns)
         except ScheduleError:
             verify(schedule)  # the compute actions wait in a circle, most likely: then this shows it
             raise
@@ -101,10 +97,10 @@ def lower(
 
 
 class _Lowering(NamedTuple):
-    """A pass.
+    """A pass that adds to the compute actions, and leaves them as they stand.
 
     Attributes:
-        run: the pass itself; with the schedule, it may return a witness that nothing waits in a circle.
+        run: the pass itself; with the schedule, it may get and return a witness that nothing waits in a circle.
         touched: the types of actions that it adds or moves; all others have to stay as they stand.
         safe_under: the harshest communication model that what it makes is safe under.
     """
@@ -115,20 +111,17 @@ class _Lowering(NamedTuple):
 
 
 def _lowerings(
-    *, merge_backward: bool, max_active_stages: int | None, reduce: bool, defer_receives: bool, look_ahead: int | None
+    *, max_active_stages: int | None, reduce: bool, defer_receives: bool, look_ahead: int | None
 ) -> Iterator[_Lowering]:
-    if merge_backward:
-        yield _Lowering(_unwitnessed(merged), frozenset({BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD}))
     if max_active_stages is not None:
         unsharded = partial(unshard_reshard, max_active_stages=max_active_stages)
         yield _Lowering(_unwitnessed(unsharded), frozenset({UNSHARD, RESHARD}))
     if reduce:
         yield _Lowering(_unwitnessed(reduce_gradients), frozenset({REDUCE_GRAD}))
-    yield _Lowering(in_turns, frozenset(OPERATIONS))
+    yield _Lowering(lambda leaves, _: in_turns(leaves), frozenset(OPERATIONS))
     if defer_receives:
-        late = partial(deferred, look_ahead=look_ahead)
-        yield _Lowering(_unwitnessed(late), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
+        yield _Lowering(partial(in_time, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
 
 
 def _unwitnessed(run: Callable[[Leaves], Schedule]) -> Pass:
-    return lambda leaves: (run(leaves), None)
+    return lambda leaves, _: (run(leaves), None)

@@ -58,7 +58,7 @@ def cell_ends(leaves: Leaves, places: Places) -> Places:
 
 def last_of_each_stage(leaves: Leaves, places: Places) -> Places:
     """The last of these places for every stage that they are of, in order."""
-    stage = leaves.stage[places]
+    stage = leaves.stages_at(places)
     if not leaves.all_in_range:  # numbers far apart would not fit into a table
         _, from_the_end = np.unique(stage[::-1], return_index=True)
         return np.sort(places[::-1][from_the_end])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.blocks import whole_rows
+from penstock.graph.blocks import blocks, number_type, together, whole_rows
 from penstock.graph.leaves import NOWHERE
 from penstock.graph.sorting import order_by, stable_order
 from penstock.graph.walk import UNREACHED, longest_path
@@ -16,8 +16,6 @@ from penstock.ir.dependencies import TRANSFERS
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from penstock.graph.leaves import Leaves, Places
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
@@ -37,7 +35,7 @@ def send_receive(schedule: Schedule) -> Schedule:
     The ranks take turns, one action a round where they can; whoever makes something that another rank needs puts its
     own send and the other's receive into place at once. So the receives of a rank are in an order that its senders can
     keep, early enough for what needs them. The rounds are the longest paths of the order, and one sort puts everything
-    into its row: of a few rows that are sorted already, so that it takes the time of a merge.
+    into its row: of a few rows that are sorted already, so that it takes the time of a merge. O(n).
 
     >>> from penstock.ir.schedule import Schedule
     >>> print(send_receive(Schedule([["0F0", "0B0"], ["1F0", "1B0"]])).grid())
@@ -48,20 +46,21 @@ def send_receive(schedule: Schedule) -> Schedule:
     return in_turns(schedule)[0]
 
 
-def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, NDArray[np.int64]]:
+def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, Places]:
     """As ``send_receive``, and of every action when its turn is: whatever it waits for has an earlier one.
 
     A send and its receive have one turn, and so have the sub-actions of an overlap.
     """
     leaves = taken_apart(schedule)
-    turn = _rounds(leaves)[leaves.cell] * leaves.schedule.ranks + leaves.rank
-    transfers = _transfers(leaves)
+    rounds, transfers = _rounds(leaves), _transfers(leaves)
     offsets = leaves.offsets + transfers.sent + transfers.received
-    codes, when = np.empty(offsets[-1], np.int64), np.empty(offsets[-1], np.int64)
+    latest = (int(rounds.max(initial=0)) + 1) * leaves.schedule.ranks * (transfers.most_at_once + 1)
+    codes = np.empty(offsets[-1], np.int64)
+    turns = np.empty(offsets[-1], np.int32 if latest <= np.iinfo(np.int32).max else np.int64)
     for ranks in whole_rows(offsets.tolist()):
         within = slice(offsets[ranks.start], offsets[ranks.stop])
-        codes[within], when[within] = _rows(leaves, turn, transfers, ranks)
-    return leaves.schedule.with_codes(codes, offsets), when
+        codes[within], turns[within] = _rows(leaves, rounds, transfers, ranks)
+    return leaves.schedule.with_codes(codes, offsets), turns
 
 
 class _Transfers(NamedTuple):
@@ -69,6 +68,8 @@ class _Transfers(NamedTuple):
 
     Attributes:
         made: where it is made, in order.
+        number: which of the sub-actions of its overlap makes it, counted from 0; or 0 for all, if there is no overlap.
+        most_at_once: how many sub-actions an overlap has at most.
         receiver: the rank that it goes to.
         by_receiver: how to sort it by that.
         sent: how much of it the ranks before each one send, and at last all.
@@ -76,6 +77,8 @@ class _Transfers(NamedTuple):
     """
 
     made: Places
+    number: Places | int
+    most_at_once: int
     receiver: Places
     by_receiver: Places
     sent: Places
@@ -83,16 +86,27 @@ class _Transfers(NamedTuple):
 
 
 def _transfers(leaves: Leaves) -> _Transfers:
-    made = leaves.are_in_range(*_MAKERS)
-    receiver = leaves.home[leaves.stage[made] + _STAGE_OFFSET[leaves.kind[made]]]
-    away = ((receiver != leaves.rank[made]) & (receiver != NOWHERE)).nonzero()[0]
-    made, receiver = made[away], receiver[away]
+    makers, receivers = [], []
+    for block in blocks(len(leaves)):
+        made = packed.are_among(_MAKERS).take(leaves.kind[block]).nonzero()[0] + block.start
+        if not leaves.all_in_range:
+            made = made[leaves.in_range[made]]
+        receiver = leaves.home[leaves.stages_at(made) + _STAGE_OFFSET[leaves.kind[made]]]
+        away = ((receiver != leaves.rank[made]) & (receiver != NOWHERE)).nonzero()[0]
+        makers.append(made[away].astype(number_type(len(leaves)), copy=False))
+        receivers.append(receiver[away])
+    made, receiver = together(makers), together(receivers)
     received = np.zeros(len(leaves.offsets), np.int64)
     np.bincount(receiver, minlength=leaves.schedule.ranks).cumsum(out=received[1:])
-    return _Transfers(made, receiver, stable_order(receiver), made.searchsorted(leaves.offsets), received)
+    sent, order = made.searchsorted(leaves.offsets), stable_order(receiver)
+    if leaves.cells == len(leaves):
+        return _Transfers(made, 0, 1, receiver, order, sent, received)
+    first = np.append(True, leaves.cell[1:] != leaves.cell[:-1]).nonzero()[0]  # of each cell
+    most_at_once = int(np.bincount(leaves.cell).max())
+    return _Transfers(made, made - first[leaves.cell[made]], most_at_once, receiver, order, sent, received)
 
 
-def _rows(leaves: Leaves, turn: Places, transfers: _Transfers, ranks: slice) -> tuple[Codes, NDArray[np.int64]]:
+def _rows(leaves: Leaves, rounds: Places, transfers: _Transfers, ranks: slice) -> tuple[Codes, Places]:
     """The rows of these ranks, one after the other, with their transfers in place; and when the turn of each is."""
     own, sent, received = (
         slice(bounds[ranks.start], bounds[ranks.stop])
@@ -100,14 +114,18 @@ def _rows(leaves: Leaves, turn: Places, transfers: _Transfers, ranks: slice) -> 
     )
     made_here, coming = transfers.made[sent], transfers.by_receiver[received]
     made_there = transfers.made[coming]
-    rank_of = np.concatenate([leaves.rank[own], leaves.rank[made_here], transfers.receiver[coming]])
     place_of = np.concatenate([np.arange(own.start, own.stop), made_here, made_there])
-    turn_of, is_added = turn[place_of], np.arange(len(place_of)) >= own.stop - own.start
     # In one turn: first the actions, then what they send, part by part.
-    order = order_by(rank_of, turn_of, place_of + is_added * len(leaves))
-    when = turn_of * (len(leaves) + 1) + is_added * (place_of + 1)
+    turns = rounds[leaves.cell[place_of]] * leaves.schedule.ranks + leaves.rank[place_of]
+    turns *= transfers.most_at_once + 1
+    turns[own.stop - own.start :] += 1
+    if not isinstance(transfers.number, int):
+        turns[own.stop - own.start :] += np.concatenate([transfers.number[sent], transfers.number[coming]])
+    order = order_by(
+        np.concatenate([leaves.rank[own], leaves.rank[made_here], transfers.receiver[coming]]) - ranks.start, turns
+    )
     codes = [leaves.codes[own], _sends(leaves.codes[made_here]), _receives(leaves.codes[made_there])]
-    return np.concatenate(codes)[order], when[order]
+    return np.concatenate(codes)[order], turns[order]
 
 
 def _sends(made: Codes) -> Codes:
@@ -121,11 +139,11 @@ def _receives(made: Codes) -> Codes:
     return packed.further(packed.alone(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
 
 
-def _rounds(leaves: Leaves) -> NDArray[np.int64]:
+def _rounds(leaves: Leaves) -> Places:
     """The round in which every cell gets its turn."""
-    rank = np.zeros(leaves.cells, np.int32)
-    rank[leaves.cell] = leaves.rank
-    earlier = (rank[1:] == rank[:-1]).nonzero()[0]
+    behind = np.ones(leaves.cells, bool)  # another cell of the same rank
+    behind[leaves.cell[leaves.offsets[leaves.offsets > 0] - 1]] = False
+    earlier = behind.nonzero()[0]
     consumer, producer = leaves.inputs_from_elsewhere()
     # Within a round the lower rank comes first: what it makes, a higher one may use in the same round.
     rounds = longest_path(

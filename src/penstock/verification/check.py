@@ -25,9 +25,7 @@ from penstock.verification.window import picture
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from penstock.graph.leaves import Places
     from penstock.ir.actions import ComputationType
     from penstock.verification.findings import Problem
 
@@ -51,9 +49,12 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
         memory_limit: how many activations, of a stage and a microbatch each, a rank has room for.
     """
     _check_arguments(schedule, model, memory_limit)
-    if too_sparse(schedule):
-        return [_sparse(schedule)]
-    leaves = Leaves(schedule)
+    return _all_findings(Leaves(schedule), model, memory_limit)
+
+
+def _all_findings(leaves: Leaves, model: CommModel, memory_limit: float | None = None) -> list[Finding]:
+    if too_sparse(leaves.schedule):
+        return [_sparse(leaves.schedule)]
     problems = found(_structure(leaves))
     problems += found([deadlocked(leaves, model, alone=not problems)])
     if memory_limit is not None:
@@ -63,9 +64,7 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
 
 def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit: float | None = None) -> None:
     """Raise ``VerificationError`` with everything that is wrong, shown on the grid; return if nothing is."""
-    findings = check(schedule, model=model, memory_limit=memory_limit)
-    if findings:
-        raise VerificationError(findings, picture(schedule, findings))
+    _refuse(schedule, check(schedule, model=model, memory_limit=memory_limit))
 
 
 def verify_structure(schedule: Schedule) -> Leaves:
@@ -75,9 +74,7 @@ def verify_structure(schedule: Schedule) -> Leaves:
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     leaves = Leaves(schedule)
-    findings = [_sparse(schedule)] if too_sparse(schedule) else told(found(_structure(leaves)))
-    if findings:
-        raise VerificationError(findings, picture(schedule, findings))
+    _refuse(schedule, [_sparse(schedule)] if too_sparse(schedule) else told(found(_structure(leaves))))
     return leaves
 
 
@@ -87,7 +84,7 @@ def verify_change(
     touched: frozenset[ComputationType],
     *,
     model: CommModel = DEFAULT_MODEL,
-    turns: NDArray[np.int64] | None = None,
+    turns: Places | None = None,
 ) -> Leaves:
     """``verify(after)``, at the cost of what is new: ``before`` is proved, and only actions ``touched`` came or moved.
 
@@ -103,8 +100,9 @@ def verify_change(
     """
     leaves = before.grown_into(after, touched) if touched.isdisjoint(COMPUTE) else None
     if leaves is None:
-        verify(after, model=model)
-        return Leaves(after)
+        leaves = Leaves(after)
+        _refuse(after, _all_findings(leaves, model))
+        return leaves
     problems = [misplaced(leaves)]
     if touched & {UNSHARD, RESHARD}:
         problems.append(wrongly_sharded(leaves))
@@ -115,8 +113,7 @@ def verify_change(
     wrong = found(problems)
     if not touched.isdisjoint(OPERATIONS):
         wrong += deadlocked(leaves, model, turns, alone=not wrong)
-    if findings := told(wrong):
-        raise VerificationError(findings, picture(after, findings))
+    _refuse(after, told(wrong))
     return leaves
 
 
@@ -128,9 +125,13 @@ def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     leaves = Leaves(schedule)
-    if findings := told(found(_structure(leaves))):
-        raise VerificationError(findings, picture(schedule, findings))
+    _refuse(schedule, told(found(_structure(leaves))))
     return {model: is_free(leaves, model) for model in MODELS}
+
+
+def _refuse(schedule: Schedule, findings: list[Finding]) -> None:
+    if findings:
+        raise VerificationError(findings, picture(schedule, findings))
 
 
 def _structure(leaves: Leaves) -> list[Iterator[Problem]]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from penstock.verification.findings import Finding, Problem, action_at, position
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.leaves import Leaves
+    from numpy.typing import NDArray
+
+    from penstock.graph.leaves import Leaves, Places
 
 _KINDS: Final = {
     FORWARD: "forward_before_input",
@@ -22,10 +26,10 @@ _KINDS: Final = {
 
 def disordered(leaves: Leaves) -> Iterator[Problem]:
     """Actions that come before what they need."""
-    waiting, awaited = leaves.inputs
-    late = (leaves.cell[awaited] >= leaves.cell[waiting]) & (leaves.rank[awaited] == leaves.rank[waiting])
-    if not late.any():
+    if not any(_late(leaves, *part).any() for part in leaves.inputs_in_parts):
         return
+    waiting, awaited = leaves.inputs
+    late = _late(leaves, waiting, awaited)
     waiting, awaited = waiting[late], awaited[late]
 
     def tell(number: int) -> Finding:
@@ -44,3 +48,8 @@ def disordered(leaves: Leaves) -> Iterator[Problem]:
 
     for kind, name in _KINDS.items():
         yield Problem(name, leaves.is_kind(waiting, kind).nonzero()[0], tell)
+
+
+def _late(leaves: Leaves, waiting: Places, awaited: Places) -> NDArray[np.bool_]:
+    """Which of what is awaited does not come before what waits for it, on the same rank."""
+    return np.asarray((leaves.cell[awaited] >= leaves.cell[waiting]) & (leaves.rank[awaited] == leaves.rank[waiting]))

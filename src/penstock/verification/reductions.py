@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
     """REDUCE_GRAD too early, twice or not at all; nothing in a schedule without any."""
     reductions = leaves.are(REDUCE_GRAD)
-    reductions = reductions[leaves.stage[reductions] < leaves.schedule.stages]
+    reductions = reductions[leaves.stages_at(reductions) < leaves.schedule.stages]
     if not len(reductions):
         return
+    stage = leaves.stages_at(reductions)
     backwards = leaves.are(FULL_BACKWARD, BACKWARD_WEIGHT)
-    backwards = backwards[leaves.stage[backwards] < leaves.schedule.stages]
+    if not leaves.all_in_range:
+        backwards = backwards[leaves.stages_at(backwards) < leaves.schedule.stages]
     last = np.full(leaves.schedule.stages, -1, np.int64)
-    last[leaves.stage[backwards]] = backwards  # in order: the last one stays
-    count = np.bincount(leaves.stage[reductions], minlength=leaves.schedule.stages)
-    if (count == (last >= 0)).all() and (last[leaves.stage[reductions]] < reductions).all():
+    last[leaves.stages_at(backwards)] = backwards  # in order: the last one stays
+    count = np.bincount(stage, minlength=leaves.schedule.stages)
+    if (count == (last >= 0)).all() and (last[stage] < reductions).all():
         return  # one of every stage that has gradients, behind them
-    _, first = np.unique(leaves.stage[reductions], return_index=True)
+    _, first = np.unique(stage, return_index=True)
     again = np.ones(len(reductions), bool)
     again[first] = False
     yield Problem(
@@ -38,12 +40,12 @@ def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
     )
     yield Problem(
         "reduced_early",
-        reductions[~again & (last[leaves.stage[reductions]] < 0)],
+        reductions[~again & (last[stage] < 0)],
         at(leaves, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
     )
-    early = ~again & (last[leaves.stage[reductions]] > reductions)
+    early = ~again & (last[stage] > reductions)
     yield Problem("reduced_early", reductions[early], _before_the_last(leaves, last))
-    without = np.setdiff1d(np.flatnonzero(last >= 0), leaves.stage[reductions])
+    without = np.setdiff1d(np.flatnonzero(last >= 0), stage)
 
     def tell(stage: int) -> Finding:
         action, rank = Action(stage, REDUCE_GRAD), int(leaves.home[stage])
