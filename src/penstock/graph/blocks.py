@@ -19,7 +19,7 @@ SIZE: Final = 1 << 15
 
 def number_type(length: int) -> type[np.int32 | np.int64]:
     """How to hold the places of an array of this length: in less room if they are many, else as NumPy looks them up."""
-    return np.int64 if length <= SIZE else np.int32
+    return np.int64 if length <= SIZE // 8 else np.int32
 
 
 def blocks(length: int) -> Sequence[slice]:
