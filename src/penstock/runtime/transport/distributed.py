@@ -19,15 +19,16 @@ from penstock.errors import PenstockError, StepError, TransportError
 from penstock.runtime.transport.board import Board
 from penstock.runtime.transport.failing import dead_error, label_of, peer_of, step_error
 from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup, backend_for
-from penstock.runtime.transport.mailbox import Mailbox
+from penstock.runtime.transport.mailbox import Mailbox, NoWordError
 from penstock.runtime.transport.protocol import Failure, Progress
 from penstock.runtime.transport.stores import own_connection, own_prefix
-from penstock.runtime.transport.watch import Watch
+from penstock.runtime.transport.watch import AGREEMENT, Watch, who_waits_for_whom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from penstock.runtime.transport.groups import Post, Work
+    from penstock.runtime.transport.mailbox import Awaited
 
 Posted = TypeVar("Posted")
 
@@ -175,7 +176,12 @@ class DistributedTransport:
     @property
     def is_waiting(self) -> bool:
         """Whether this rank waits for another outside a step."""
-        return self._connecting or self._mailbox.awaited is not None
+        return self._connecting or self.awaited is not None
+
+    @property
+    def awaited(self) -> Awaited | None:
+        """The word of another rank that this one waits for, if it does."""
+        return self._mailbox.awaited
 
     def learn(self, failure: Failure, *, alone: bool = False) -> Failure:
         """Take note of a failure and end all waits; returns the one that was first.
@@ -193,7 +199,8 @@ class DistributedTransport:
         if not alone:
             with suppress(RuntimeError):
                 self._board.acknowledge()
-                self._board.end_wait(self._mailbox.awaited)
+                awaited = self.awaited
+                self._board.end_wait(None if awaited is None else awaited.key)
         return failure
 
     def lose_store(self, error: RuntimeError) -> Failure:
@@ -260,11 +267,21 @@ class DistributedTransport:
     def _reaching_the_store(self) -> Iterator[None]:
         self._check()
         try:
-            yield
+            try:
+                yield
+            except NoWordError as error:
+                raise self._traced(error) from None
         except PenstockError:
             raise
         except RuntimeError as error:
             raise step_error(self.lose_store(error)) from error
+
+    def _traced(self, error: NoWordError) -> TransportError:
+        """Whoever gave no word may itself wait for another: the one at the end of the line is named, too."""
+        assert error.peer is not None
+        return TransportError(
+            f"{error} ({who_waits_for_whom(self._board, self.rank, AGREEMENT, error.peer)})", peer=error.peer
+        )
 
     def _lost_connection(self, error: BaseException) -> Failure:
         lost, awaited, label = self._group.lost(), peer_of(self.progress), label_of(self.progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PenstockError, TransportError
 
@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.distributed_c10d import Store
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for.
+
+    Attributes:
+        key: under which the word will be.
+        peer: whose word it is.
+        since: when the wait began, on the monotonic clock.
+    """
+
+    key: str
+    peer: int
+    since: float
+
+
+class NoWordError(TransportError):
+    """A word has not come in time."""
 
 
 class Mailbox:
@@ -24,11 +42,11 @@ class Mailbox:
     True to ask the store for it.
 
     Attributes:
-        awaited: the key that this rank waits for, so that another thread can end the wait.
+        awaited: what this rank waits for, so that another thread can end the wait, or tell of it.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
-        self.awaited: str | None = None
+        self.awaited: Awaited | None = None
         self._store = store
         self._rank = rank
         self._ranks = ranks
@@ -70,7 +88,7 @@ class Mailbox:
 
     def _get(self, key: str, peer: int, check: Callable[[bool], None]) -> bytes:
         began = time.monotonic()
-        self.awaited = key
+        self.awaited = Awaited(key, peer, began)
         try:
             check(False)  # from now on, a failure ends the wait
             self._store.wait([key], self._timeout)
@@ -81,7 +99,7 @@ class Mailbox:
                 raise
             waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s for a word of rank {peer}"
             told = f"{waited}, which has not come: it may hang, have failed on its own, or have been killed"
-            raise TransportError(told, peer=peer) from None
+            raise NoWordError(told, peer=peer) from None
         finally:
             self.awaited = None
         if not data:

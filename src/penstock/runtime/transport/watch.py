@@ -15,11 +15,14 @@ from penstock.runtime.transport.protocol import Failure
 if TYPE_CHECKING:
     from penstock.runtime.transport.board import Board
     from penstock.runtime.transport.distributed import DistributedTransport
+    from penstock.runtime.transport.mailbox import Awaited
 
 #: How often the watch looks, in seconds. One small request to the store each time, while a step is under way.
 _INTERVAL: Final = 0.25
 #: How often it tells where its rank is.
 _TELL_EVERY: Final = 4
+#: Where a rank is that waits for the word of another, outside a step.
+AGREEMENT: Final = "an agreement"
 #: Whoever has been in an operation that may have to wait for so many seconds does wait.
 _SURELY: Final = 1.0
 
@@ -37,6 +40,7 @@ class Watch(threading.Thread):
         self._since = 0.0
         self._looks = 0
         self._told_label = True  # so that it is told once that this rank is there
+        self._awaited: Awaited | None = None
 
     def run(self) -> None:
         """Look again and again, until stopped or until there is a failure."""
@@ -82,16 +86,29 @@ class Watch(threading.Thread):
             transport.learn(failure)
             return False
         label, peer = label_of(transport.progress), peer_of(transport.progress)
+        if label is None:
+            self._tell_of_agreement(transport.awaited)
+            return True
         seconds = time.monotonic() - self._since
         if self._looks % _TELL_EVERY == 0:
             self._board.tell_place(Place(label, peer, seconds))
-            self._told_label = label is not None
+            self._told_label = True
         self._looks += 1
-        if label is None or peer is None or seconds < self._timeout:
+        if peer is None or seconds < self._timeout:
             return True
         told = who_waits_for_whom(self._board, transport.rank, label, peer)
         transport.fail(Failure(transport.rank, f"{told} (no progress for {seconds:.0f} s)", label))
         return False
+
+    def _tell_of_agreement(self, awaited: Awaited | None) -> None:
+        """Tell whose word this rank waits for; the wait itself ends when it has taken too long."""
+        if awaited != self._awaited or self._looks % _TELL_EVERY == 0:
+            self._awaited, self._told_label = awaited, awaited is not None
+            if awaited is None:
+                self._board.tell_place(Place(None, None, 0.0))
+            else:
+                self._board.tell_place(Place(AGREEMENT, awaited.peer, time.monotonic() - awaited.since))
+        self._looks += 1
 
 
 def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
