@@ -135,7 +135,7 @@ def of_order(
 
 
 #: By how many compute actions a receive is posted earlier than it stands: a message needs a moment until it can come.
-_AHEAD: Final = 2
+_AHEAD: Final = 4
 
 
 def _may_post_ahead(stages: Iterable[Any]) -> bool:
