@@ -26,8 +26,8 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.graph.heap import keep_freed_memory
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
-from penstock.runtime.heap import keep_freed_memory
 from penstock.runtime.products import rule_for
 
 if TYPE_CHECKING:
