@@ -126,7 +126,7 @@ def test_waiting_for_a_slow_stage_is_no_work_of_the_next(warm):
             for _ in range(2):
                 pipe.step(*given, target=batch)
         pipe.step(*given, target=batch)
-        clocks = [edge for edge in pipe._edges.values() if edge._transport is not transport]
+        clocks = [edge for edge in pipe._programs.edges.values() if edge._transport is not transport]
         return record.costs().forward, clocks, pipe.transport is transport
 
     for (slow, quick), clocks, same in run_in_threads(run, 2):

@@ -175,7 +175,8 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         batch = pipe._batch(copied(args), copied(kwargs), target)
         split = split_call(*batch, pipe.schedule.microbatches, **pipe._specs_of(*batch))
         counts = pipe._counts(batch, split, varying=True)
-        pipe._training(*split[:2], counts.samples)  # so that shapes are known, and no stage is run for them below
+        # So that shapes are known, and no stage is run for them below.
+        pipe._programs.training(*split[:2], counts.samples, pipe._customized)
         plain = _Plain(pipe, split, counts, parameters)
         begin()
         expected, halves, losses = plain.run(split=True)

@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from penstock.errors import MetadataError, MicrobatchError, ScheduleError, StageError, StepError
-from penstock.graph.models import CommModel
+from penstock.errors import MicrobatchError, ScheduleError, StageError, StepError
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
-from penstock.runtime import shapes as agreeing
 from penstock.runtime.clipping import clip_grad_norm_
 from penstock.runtime.custom import Custom, CustomFunction
 from penstock.runtime.data_parallel import in_step, reductions_of
-from penstock.runtime.edges import ABSENT, Agreed, Announced, Edge, Local
+from penstock.runtime.edges import ABSENT
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
 from penstock.runtime.microbatches import fitting, is_split_already, merge, samples, split_call
-from penstock.runtime.operations import Workplace, without_history
+from penstock.runtime.operations import without_history
 from penstock.runtime.parity import Parity, check_parity
-from penstock.runtime.program import Program, compiled, only_forwards
+from penstock.runtime.programs import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers
 from penstock.runtime.recording import Recording
 from penstock.runtime.scaling import Scaling
 from penstock.runtime.shared_losses import shared
@@ -41,15 +39,10 @@ from penstock.verification.check import verify as prove
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 
+    from penstock.graph.models import CommModel
     from penstock.ir.actions import Action
+    from penstock.runtime.operations import Workplace
     from penstock.runtime.transport.protocol import Transport
-
-#: By how many compute actions a receive is posted earlier than it stands, where messages do not stand in line: the
-#: transport needs a moment until a message can come, and costs a buffer for each.
-AHEAD = 2
-#: Ways to know what goes over an edge, besides giving it.
-INFERRED = "inferred"
-PER_MICROBATCH = "per_microbatch"
 
 
 class Pipeline:
@@ -115,20 +108,17 @@ class Pipeline:
         self._shapes = shapes
         self._verify = verify
         self._custom: dict[ComputationType, CustomFunction] = {}
-        self._programs: dict[str, Program] = {}
-        self._seen: Any = None
-        self._samples: Sequence[int] | None = None
         self._record: Recording | None = None
-        self._edges: dict[int, Edge] | None = None
         self._share_losses = share_losses
         with self._setting_up():
             _check_schedule(schedule)
             check_reduction(loss_reduction, loss_weight)
-            _check_shapes(shapes)
+            check_shapes(shapes)
             self._stages = _stages(stages)
             self._telling = Telling(self.transport, self._stages.values(), self._action)
             self.compute = schedule
             self.schedule = self._lowered(schedule, self._model())
+            self._programs = self._new_programs()
             self._reductions = reductions_of(self.schedule)
             self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
             self._check_stages()
@@ -180,8 +170,8 @@ class Pipeline:
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             batch = self._batch(args, kwargs, target)
             split = split_call(*batch, self.schedule.microbatches, **self._specs_of(*batch))
-            counts = self._counts(batch, split, varying=self._edges is None or self._shapes == PER_MICROBATCH)
-            program = self._training(*split[:2], counts.samples)
+            counts = self._counts(batch, split, varying=self._programs.edges is None or self._shapes == PER_MICROBATCH)
+            program = self._programs.training(*split[:2], counts.samples, self._customized)
             detached = Detached(*split[:2])
             step = Step(
                 self.schedule.microbatches,
@@ -234,7 +224,8 @@ class Pipeline:
                 target_samples=[*counts.targets, *[0] * missing] if counts.targets else (),
                 keep_outputs=self.has_last,
             )
-            self._evaluation(with_loss=target is not None).run(step, self.transport.progress)
+            program = self._programs.evaluation(self._customized, with_loss=target is not None)
+            program.run(step, self.transport.progress)
             self._report(step, losses)
             return self._merged(step)
 
@@ -277,7 +268,7 @@ class Pipeline:
         if not isinstance(kind, ComputationType):
             raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
         self._custom[kind] = function
-        self._programs.clear()
+        self._programs.forget()
 
     def recording(self) -> Recording:
         """Measure steps: ``with pipe.recording() as record:``, on all ranks together; see ``Recording``."""
@@ -285,7 +276,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of connections and threads. Also done by ``with Pipeline(...) as pipe:``."""
-        self._programs.clear()
+        self._programs.forget()
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -308,11 +299,9 @@ class Pipeline:
             raise
 
     def _model(self) -> CommModel:
-        """How communication behaves for the verifier: headers that are waited for make a lane of everything."""
+        """How communication behaves for the verifier."""
         model = self.transport.model
-        if self._shapes == PER_MICROBATCH and model.lanes != "message":
-            return CommModel(model.buffering, lanes="rank")
-        return model
+        return in_view_of_headers(model) if self._shapes == PER_MICROBATCH else model
 
     def _lowered(self, schedule: Schedule, model: CommModel) -> Schedule:
         if schedule.compute_only:
@@ -320,6 +309,10 @@ class Pipeline:
         if self._verify:
             prove(schedule, model=model)
         return schedule
+
+    def _new_programs(self) -> Programs:
+        """Programs for the transport that there is now."""
+        return Programs(self.schedule, self._stages, self.transport, shapes=self._shapes, loss_fn=self._loss_fn)
 
     def _check_stages(self) -> None:
         schedule, rank = self.schedule, self.transport.rank
@@ -372,90 +365,13 @@ class Pipeline:
             "scaler": "none" if self._scaling is None else "one",
         }
 
-    # Programs -------------------------------------------------------------------------------------------------------
-
-    def _training(
-        self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]], samples: Sequence[int] | None
-    ) -> Program:
-        if self.has_first and self._shapes == INFERRED:
-            self._check_seen(args, kwargs)
-        if "training" not in self._programs:
-            if self._edges is None:  # agreed by all ranks together, once
-                self._edges = self._agreed(args, kwargs, samples)
-            self._programs["training"] = self._compiled(self.schedule, self._edges, self._loss_fn)
-        return self._programs["training"]
-
-    def _check_seen(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> None:
-        """Shapes are agreed once; others would be received into buffers of the wrong size."""
-        seen = agreeing.kinds_of(args, kwargs)
-        if self._seen is None:
-            self._seen = seen
-        elif seen != self._seen:
-            raise MetadataError(
-                f"the microbatches have other shapes than in the first step: {_told(seen)}, agreed was "
-                f"{_told(self._seen)}; drop a last batch that is smaller, or pass shapes={PER_MICROBATCH!r}"
-            )
-
-    def _evaluation(self, *, with_loss: bool) -> Program:
-        name = f"evaluation with_loss={with_loss}"
-        if name not in self._programs:
-            schedule = Schedule(
-                only_forwards(self.schedule.actions),
-                placement=self.schedule.placement,
-                microbatches=self.schedule.microbatches,
-            )
-            model = self.transport.model
-            if model.lanes != "message":
-                model = CommModel(model.buffering, lanes="rank")
-            lowered = lower(schedule, reduce=False, model=model)
-            edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._touching()}
-            self._programs[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None)
-        return self._programs[name]
-
-    def _compiled(self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: Any) -> Program:
-        workplace = Workplace(
-            self._stages,
-            edges,
-            count=schedule.stages,
-            microbatches=schedule.microbatches,
-            loss_fn=loss_fn,
-        )
-        record = self._record
-        custom = Custom(self, workplace, self._custom) if record is None else record.custom(workplace, self._custom)
-        ahead = AHEAD if self.transport.model.lanes == "message" else 0
-        return compiled(schedule, self.rank, custom.operation, self.transport.progress, ahead=ahead)
-
-    def _agreed(
-        self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]], samples: Sequence[int] | None
-    ) -> dict[int, Edge]:
-        rank_of = self.schedule.placement.rank_of
-        metas: agreeing.Metas | None = None
-        if self._shapes == INFERRED:
-            metas, self._samples = agreeing.inferred(self._stages, rank_of, self.transport, args, kwargs, samples)
-        elif isinstance(self._shapes, Mapping):
-            microbatches = self.schedule.microbatches
-            metas = agreeing.given(self._shapes, self._stages, len(rank_of), self.transport, microbatches)
-        return {stage: self._edge(stage, metas) for stage in self._touching()}
-
-    def _touching(self) -> list[int]:
-        """The edges to or from a stage of this rank, by the stage that they come from."""
-        touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
-        return sorted(edge for edge in touched if 0 <= edge < self.schedule.stages - 1)
-
-    def _edge(self, stage: int, metas: agreeing.Metas | None, *, evaluates: bool = False) -> Edge:
-        rank_of, microbatches = self.schedule.placement.rank_of, self.schedule.microbatches
-        here = [one for one in (stage, stage + 1) if one in self._stages]
-        if len(here) == 2:
-            return Local(stage, microbatches)
-        peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
-        device = self._stages[here[0]].device
-        if metas is None:
-            # If one rank evaluates and another one trains, they must not take each other's messages for their own.
-            first_tag = 2 * self.schedule.stages * microbatches if evaluates else 0
-            return Announced(stage, microbatches, self.transport, peer, device, first_tag)
-        return Agreed(stage, self.transport, peer, device, metas[stage])
-
     # In a step ------------------------------------------------------------------------------------------------------
+
+    def _customized(self, workplace: Workplace) -> Custom:
+        """What makes the operations of a program: with the user's functions, and by the clock while recording."""
+        if self._record is not None:
+            return self._record.custom(workplace, self._custom)
+        return Custom(self, workplace, self._custom)
 
     def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
         """What is to be split, without what this rank does not need."""
@@ -485,11 +401,12 @@ class Pipeline:
         scale = 1.0 if self._scaling is None else self._scaling.begin()
         if not self.has_last:
             return ()
-        if self._samples and counts.targets and list(counts.targets) != list(self._samples):
+        if self._programs.samples and counts.targets and list(counts.targets) != list(self._programs.samples):
             varies = f"; other shapes than in the first step, when this was agreed, need shapes={PER_MICROBATCH!r}"
-            raise unlike_samples(self._samples, counts.targets, varies)
+            raise unlike_samples(self._programs.samples, counts.targets, varies)
         return [
-            scale * share for share in shares(self._reduction, targets, counts.known or self._samples, self._weight)
+            scale * share
+            for share in shares(self._reduction, targets, counts.known or self._programs.samples, self._weight)
         ]
 
     @contextmanager
@@ -526,9 +443,7 @@ class Pipeline:
 
     def _action(self) -> Action | None:
         """The action under way."""
-        progress = self.transport.progress
-        program = next((one for one in self._programs.values() if one.labels is progress.labels), None)
-        return program.actions[progress.index] if program and progress.index >= 0 else None
+        return self._programs.action()
 
 
 class Counts(NamedTuple):
@@ -584,16 +499,3 @@ def _transport(schedule: Schedule, group: dist.ProcessGroup | None, timeout: flo
 def _check_schedule(schedule: object) -> None:
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"a Pipeline runs a Schedule, e.g. penstock.build('1F1B', ...), not {schedule!r}")
-
-
-def _check_shapes(shapes: object) -> None:
-    if shapes not in (INFERRED, PER_MICROBATCH) and not isinstance(shapes, Mapping):
-        raise StageError(f"shapes is {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
-
-
-def _told(seen: Any) -> str:
-    kinds, signatures = seen
-    return " and ".join(
-        f"{kinds.count(number)} x {', '.join(str(list(shape)) for shape, _ in signature)}"
-        for number, signature in enumerate(signatures)
-    )

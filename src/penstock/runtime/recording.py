@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from penstock.ir.actions import Action, ComputationType
     from penstock.runtime.custom import CustomFunction
-    from penstock.runtime.edges import Edge
     from penstock.runtime.operations import Workplace
     from penstock.runtime.pipeline import Pipeline
     from penstock.runtime.program import Program
+    from penstock.runtime.programs import Programs
     from penstock.runtime.step import Operation, Step
     from penstock.runtime.transport.protocol import Pending, Transport
 
@@ -94,7 +94,7 @@ class Recording:
         self.ends: tuple[float, ...] = ()
         self._pipe = pipe
         self._stages = pipe.schedule.stages
-        self._before: tuple[Transport, dict[int, Edge] | None] | None = None
+        self._before: tuple[Transport, Programs] | None = None
         self._times: dict[str, dict[int, float]] = {}
         self._begun = 0.0
         self._waited = 0.0
@@ -134,16 +134,17 @@ class Recording:
         pipe = self._pipe
         if pipe._record is not None:
             raise RunError("this pipeline is being recorded already")
-        self._before = pipe.transport, pipe._edges
+        self._before = pipe.transport, pipe._programs
         # Programs and edges hold on to the transport: those of a recording are its own, and so is what ranks agree on.
-        pipe.transport, pipe._programs, pipe._edges = cast("Transport", _Clocked(pipe.transport, self)), {}, None
+        pipe.transport = cast("Transport", _Clocked(pipe.transport, self))
+        pipe._programs = pipe._new_programs()
         pipe._record = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         assert self._before is not None
-        self._pipe.transport, self._pipe._edges = self._before
-        self._pipe._programs = {}  # those from before know nothing of functions that were registered in the meantime
+        self._pipe.transport, self._pipe._programs = self._before
+        self._pipe._programs.forget()  # they know nothing of functions that were registered in the meantime
         self._pipe._record = None
         if kind is None and self.steps:
             self._share()
