@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining._schedule_shortcuts import begins_directly, plainly
+from penstock.pipelining._schedule_shortcuts import begins_directly, prepared
 from pipelining.contracts import (
     CPU,
     OURS,
@@ -95,11 +95,18 @@ def test_a_stage_that_makes_messages_itself_is_asked_for_them(stage):
 def test_a_stage_is_plain_during_a_step_and_no_longer(stage):
     own = ComputesItself(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
     builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
-    with plainly([stage, own, builder]):
+    with prepared([stage, own, builder], ()):
         assert [one._is_plain for one in (stage, own, builder)] == [True, False, False]
         assert stage._weights_of_step == list(stage.submod.parameters())
     assert not stage._is_plain
     assert stage._weights_of_step is None
+
+
+@pytest.mark.parametrize(("custom", "watched"), [(schedules.B, True), (schedules.I, True), (schedules.F, False)])
+def test_a_stage_is_watched_while_somebody_else_runs_backwards(stage, custom, watched):
+    with prepared([stage], {custom}):
+        assert (stage._is_plain, stage._is_watched) == (False, watched)
+    assert not stage._is_watched
 
 
 # On several ranks -----------------------------------------------------------------------------------------------------

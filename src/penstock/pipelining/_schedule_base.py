@@ -17,12 +17,13 @@ from penstock.pipelining._schedule_passes import OrderError
 from penstock.pipelining._schedule_preparations import Preparation
 from penstock.pipelining._schedule_programs import Kept
 from penstock.pipelining._schedule_scaling import divided_once
-from penstock.pipelining._schedule_shortcuts import begins_directly, plainly
+from penstock.pipelining._schedule_shortcuts import begins_directly, prepared
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
+    from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_engine import Program
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
@@ -360,13 +361,13 @@ class _PipelineSchedule(ABC):
         initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
         self._coming = ([], [])
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        with plainly([] if self._has_customs() else stages):
+        with prepared(stages, self._customs()):
             self._run(made, step)
         self._update_losses(stages, losses)
 
-    def _has_customs(self) -> bool:
-        """Whether functions of the user run in place of actions."""
-        return False
+    def _customs(self) -> Collection[ComputationType]:
+        """The types of the actions in place of which functions of the user run."""
+        return ()
 
     def _new_step(
         self,

@@ -26,7 +26,7 @@ from penstock.pipelining._schedule_pictures import _format_pipeline_order, _simu
 from penstock.pipelining._schedule_programs import of_order
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     import torch.distributed as dist
 
@@ -188,8 +188,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unshard_ops.clear()
         self.unsharded_stages.clear()
 
-    def _has_customs(self) -> bool:
-        return bool(self._comp_type_to_function_map)
+    def _customs(self) -> Collection[_ComputationType]:
+        return self._comp_type_to_function_map.keys()
 
     def _program(self, directly: bool) -> Program:
         if getattr(self, "pipeline_order_with_comms", None) is None:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD
 from penstock.pipelining._stage_compute import StageCompute
 from penstock.pipelining._stage_parallel import NotShared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
+
+    from penstock.ir.actions import ComputationType
 
 #: What a stage does for its messages, and to compute.
 _MESSAGES: Final = (
@@ -30,6 +33,9 @@ _COMPUTATIONS: Final = (
     "backward_maybe_with_nosync",
 )
 
+#: The backwards that begin at the outputs.
+_BACKWARDS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT})
+
 
 def begins_directly(stages: Sequence[Any], names: Any) -> bool:
     """Whether messages may begin without an operation object that describes them.
@@ -45,22 +51,31 @@ def begins_directly(stages: Sequence[Any], names: Any) -> bool:
 
 
 @contextmanager
-def plainly(stages: Sequence[Any]) -> Iterator[None]:
-    """Around a step without functions of the user: stages that compute as written here need not look again."""
-    plain = [
-        stage
-        for stage in stages
-        if _is_as_written(stage, _COMPUTATIONS) and stage.dw_builder is None and type(stage._parallel) is NotShared
-    ]
+def prepared(stages: Sequence[Any], customs: Collection[ComputationType]) -> Iterator[None]:
+    """Around a step in which functions of the user run in place of actions of these types.
+
+    If there are none, stages that compute as written here need not look again. If there is one for backwards, outputs
+    stay where it may look for them.
+    """
+    plain = [] if customs else [stage for stage in stages if _computes_as_written(stage)]
+    watched = stages if _BACKWARDS.intersection(customs) else []
     for stage in plain:
         stage._is_plain = True
         stage._weights_of_step = list(stage.submod.parameters()) if isinstance(stage.submod, torch.nn.Module) else None
+    for stage in watched:
+        stage._is_watched = True
     try:
         yield
     finally:
         for stage in plain:
             stage._is_plain = False
             stage._weights_of_step = None
+        for stage in watched:
+            stage._is_watched = False
+
+
+def _computes_as_written(stage: Any) -> bool:
+    return _is_as_written(stage, _COMPUTATIONS) and stage.dw_builder is None and type(stage._parallel) is NotShared
 
 
 def _is_as_written(stage: Any, methods: Sequence[str]) -> bool:

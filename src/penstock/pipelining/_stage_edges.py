@@ -129,11 +129,13 @@ class StageEdges(StageState):
         if not self._has_backward:
             if not torch.is_grad_enabled():
                 del self.fwd_cache[microbatch]
-        elif self._is_plain or not (self._parallel.keeps_outputs or self._has_own_backward()):
+        elif self._is_plain or not (self._is_watched or self._parallel.keeps_outputs or self._has_own_backward()):
             self.fwd_cache[microbatch] = tuple([_beginning(output) for output in outputs]), inputs
 
     #: Whether, while this step runs, all computation is that of this class, of a module that is not shared.
     _is_plain = False
+    #: Whether, while this step runs, functions of the user may look at outputs that are on their way.
+    _is_watched = False
 
     def _has_own_backward(self) -> bool:
         """Whether backwards run in another way than here, which may look at outputs that are on their way."""
