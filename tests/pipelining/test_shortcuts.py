@@ -9,15 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining._schedule_shortcuts import begins_directly, prepared
+from penstock.pipelining._schedule_shortcuts import begins_directly, looked_at
 from pipelining.contracts import (
     CPU,
     OURS,
     WIDTH,
     Package,
     assert_gradients,
+    averaged,
     fake_group,
     layers,
     numbers,
@@ -69,6 +71,7 @@ REPLACED = {
     "batch_isend_irecv": lambda: mock.patch.object(dist, "batch_isend_irecv"),
     "P2POp": lambda: mock.patch.object(dist, "P2POp"),
     "a profiler": lambda: profile(activities=[ProfilerActivity.CPU]),
+    "a dispatch mode": TorchDispatchMode,
 }
 
 
@@ -95,18 +98,83 @@ def test_a_stage_that_makes_messages_itself_is_asked_for_them(stage):
 def test_a_stage_is_plain_during_a_step_and_no_longer(stage):
     own = ComputesItself(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
     builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
-    with prepared([stage, own, builder], ()):
+    with looked_at([stage, own, builder], ()):
         assert [one._is_plain for one in (stage, own, builder)] == [True, False, False]
-        assert stage._weights_of_step == list(stage.submod.parameters())
     assert not stage._is_plain
-    assert stage._weights_of_step is None
 
 
-@pytest.mark.parametrize(("custom", "watched"), [(schedules.B, True), (schedules.I, True), (schedules.F, False)])
+@pytest.mark.parametrize(
+    ("custom", "watched"),
+    [(schedules.B, True), (schedules.I, True), (schedules.OVERLAP_F_B, True), (schedules.F, False)],
+)
 def test_a_stage_is_watched_while_somebody_else_runs_backwards(stage, custom, watched):
-    with prepared([stage], {custom}):
+    with looked_at([stage], {custom}):
         assert (stage._is_plain, stage._is_watched) == (False, watched)
     assert not stage._is_watched
+
+
+# What a step must not take for granted --------------------------------------------------------------------------------
+
+
+class Lazy(nn.Module):
+    """Makes its weight in the first call."""
+
+    def forward(self, x):
+        if not hasattr(self, "gain"):
+            self.gain = nn.Parameter(torch.full((WIDTH,), 2.0))
+        return x * self.gain
+
+
+def replace_weight(module, _):
+    if not hasattr(module, "was_replaced"):
+        module.was_replaced = True
+        module.weight = nn.Parameter(module.weight.detach() * 2)
+
+
+def swapped():
+    module = nn.Linear(WIDTH, WIDTH, bias=False)
+    module.register_forward_pre_hook(replace_weight)
+    return module
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("make", [Lazy, swapped])
+def test_weights_that_are_made_in_a_step_are_divided_too(make, name):
+    x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
+    with fake_group():
+        module = make()
+        example = torch.ones(BATCH // MICROBATCHES, WIDTH)
+        stage = PipelineStage(module, 0, 1, CPU, input_args=example, output_args=example.clone().requires_grad_())
+        kind = Package(OURS).schedule_class(name)
+        kind([stage] if name == "Interleaved1F1B" else stage, MICROBATCHES, loss_fn=averaged).step(x, target=target)
+    (weight,) = module.parameters()
+    found, weight.grad = weight.grad, None
+    averaged(module(x), target).backward()
+    torch.testing.assert_close(found, weight.grad)
+
+
+class OnItsWay:
+    """A message that never comes."""
+
+    def wait(self):
+        return True
+
+    def is_completed(self):
+        return False
+
+
+def test_after_a_step_that_failed_among_messages_there_is_no_other():
+    def refuse(*_):
+        raise ArithmeticError
+
+    example = torch.ones(2, WIDTH, requires_grad=True)
+    with fake_group(1, 2), mock.patch.object(schedules, "_batch_p2p", side_effect=lambda *_, **__: [OnItsWay()]):
+        stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 1, 2, CPU, input_args=example, output_args=example)
+        schedule = schedules.ScheduleGPipe(stage, MICROBATCHES, loss_fn=refuse)
+        with pytest.raises(ArithmeticError):
+            schedule.step(target=numbers(2, BATCH, WIDTH))
+        with pytest.raises(RuntimeError, match="the step before has failed on this rank while messages were on their"):
+            schedule.step(target=numbers(2, BATCH, WIDTH))
 
 
 # On several ranks -----------------------------------------------------------------------------------------------------
@@ -140,6 +208,7 @@ def train(rank, ranks, name, between, *, group):
             args, kwargs = step_arguments(stages, x, target, [])
             schedule.step(*args, **kwargs)
         assert_gradients(model, placement[rank], expected.gradients)
+        assert all(stage._connections == {} for stage in stages)  # a group that ends is not held
         counts.append((own_way, sum(posted)))
     return counts
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 
+from penstock.errors import ScheduleError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -15,6 +17,14 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 #: How many numbers of 64 bits make a block.
 SIZE: Final = 1 << 15
+#: Places are numbers of 32 bits.
+LONGEST: Final = 2**30
+
+
+def check_length(length: int) -> None:
+    """Refuse more than can be counted here."""
+    if length > LONGEST:
+        raise ScheduleError(f"the schedule has {length:,} actions; at most {LONGEST:,} can be proved")
 
 
 def number_type(length: int) -> type[np.int32 | np.int64]:

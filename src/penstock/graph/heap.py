@@ -1,4 +1,4 @@
-"""Memory of the host that is freed stays with the process, for it is needed again at once.
+"""Memory of the host that is freed stays with the process, for it is needed again at once; for all layers from here.
 
 glibc gives the end of its heap back to the system whenever more of it than a threshold is free. The arrays of a large
 schedule are freed by one pass and made again by the next, activations by one step and the next: without this each asks

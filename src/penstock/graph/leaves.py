@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.blocks import SIZE, blocks, number_type, together
+from penstock.graph.blocks import SIZE, blocks, check_length, number_type, together
 from penstock.graph.heap import keep_freed_memory
 from penstock.ir import packed
 from penstock.ir.dependencies import NEEDS, OPERATIONS
@@ -61,6 +61,7 @@ class Leaves:
         self.stride = self.microbatches + 1
         self.codes, offsets = schedule.codes, schedule.offsets
         if len(self.codes) > SIZE:
+            check_length(len(self.codes))
             keep_freed_memory()
         self.rank: Places = np.arange(schedule.ranks, dtype=np.int32).repeat(offsets[1:] - offsets[:-1])
         self.cell: Places = np.arange(len(self.codes), dtype=number_type(len(self.codes)))

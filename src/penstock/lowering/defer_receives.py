@@ -158,7 +158,7 @@ class _Rows(NamedTuple):
                 other = leaves.stages_at(mine + self.within.start) + offset
                 peer[mine] = leaves.home[np.clip(other, NOWHERE, leaves.stages)]
         higher = (peer > rank).nonzero()[0]
-        pair = (rank[higher] - rank[:1]) * leaves.schedule.ranks + peer[higher]
+        pair = (rank[higher] - rank[:1]).astype(np.int64) * leaves.schedule.ranks + peer[higher]
         order = stable_order(pair)
         higher, pair = higher[order], pair[order]
         sends = packed.are_among(_SENDS).take(kind[higher])

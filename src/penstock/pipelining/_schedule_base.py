@@ -17,7 +17,7 @@ from penstock.pipelining._schedule_passes import OrderError
 from penstock.pipelining._schedule_preparations import Preparation
 from penstock.pipelining._schedule_programs import Kept
 from penstock.pipelining._schedule_scaling import divided_once
-from penstock.pipelining._schedule_shortcuts import begins_directly, prepared
+from penstock.pipelining._schedule_shortcuts import begins_directly, looked_at
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class _PipelineSchedule(ABC):
         self._preparation = Preparation(stages)
         return True, bwd_initialized or for_backward
 
+    #: Whether a step has failed while messages were on their way to this rank.
+    _was_cut_off = False
     #: What all microbatches of the step that begins are called with.
     _coming: tuple[list[Any], list[Any]] = ([], [])
 
@@ -353,6 +355,11 @@ class _PipelineSchedule(ABC):
         ``program`` gives the program of the stages, told whether messages begin directly; ``initialize`` prepares them
         before the first microbatch, given its arguments.
         """
+        if self._was_cut_off:
+            raise RuntimeError(
+                "the step before has failed on this rank while messages were on their way, which would be taken for "
+                "those of this step: destroy the process group, and make it, the stages and the schedule anew"
+            )
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first_target = None if target_mbs is None else target_mbs[0]
         # Before anybody is talked to: an order of other stages is refused here.
@@ -361,7 +368,7 @@ class _PipelineSchedule(ABC):
         initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
         self._coming = ([], [])
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        with prepared(stages, self._customs()):
+        with looked_at(stages, self._customs()):
             self._run(made, step)
         self._update_losses(stages, losses)
 
@@ -400,6 +407,8 @@ class _PipelineSchedule(ABC):
                 program.run(step, replaceable().record_function, self._tell_failure)
         except BaseException:
             self._forget_losses()
+            waited_for = [*step.forward_receives.values(), *step.backward_receives.values()]
+            self._was_cut_off = not all(work.is_completed() for works in waited_for for work in works)
             raise
 
     def _tell_failure(self, place: int) -> None:

@@ -1,7 +1,8 @@
 """The engine: a rank's actions, compiled once into functions that call the stages; a step is a loop over them.
 
 A function gets the state of the step, and looks methods up on the stage when it runs: so what a program overrides or
-replaces on a stage counts. A program refers to stages only, never to the schedule, and so is no part of a cycle.
+replaces on a stage counts. (Messages that begin directly are those of a stage on which nothing is replaced.) A program
+refers to stages only, never to the schedule, and so is no part of a cycle.
 """
 
 from __future__ import annotations
@@ -355,7 +356,7 @@ _INPUTS: Final = _Way("get_fwd_recv_ops", "_receive_inputs")
 _INPUT_GRADIENTS: Final = _Way("get_bwd_send_ops", "_send_gradients")
 
 
-def _beginning(
+def _begins(
     way: _Way, stage: Any, microbatch: int, told: tuple[str, ...], *, directly: bool
 ) -> Callable[[Step], Works]:
     """What begins the messages of a microbatch; ``told`` is what whoever posts operations is told about them."""
@@ -367,7 +368,7 @@ def _beginning(
 
 def send_forward(stage: Any, microbatch: int, place: int, *told: str, directly: bool = False) -> Operation:
     """Send an output."""
-    begin = _beginning(_OUTPUTS, stage, microbatch, told, directly=directly)
+    begin = _begins(_OUTPUTS, stage, microbatch, told, directly=directly)
 
     def send(step: Step) -> None:
         step.sends[place] = begin(step)
@@ -377,7 +378,7 @@ def send_forward(stage: Any, microbatch: int, place: int, *told: str, directly: 
 
 def send_backward(stage: Any, microbatch: int, place: int, *told: str, directly: bool = False) -> Operation:
     """Send the gradient of an input."""
-    begin = _beginning(_INPUT_GRADIENTS, stage, microbatch, told, directly=directly)
+    begin = _begins(_INPUT_GRADIENTS, stage, microbatch, told, directly=directly)
 
     def send(step: Step) -> None:
         step.sends[place] = begin(step)
@@ -387,7 +388,7 @@ def send_backward(stage: Any, microbatch: int, place: int, *told: str, directly:
 
 def receive_forward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
     """Begin to receive an input."""
-    key, begin = (stage.stage_index, microbatch), _beginning(_INPUTS, stage, microbatch, told, directly=directly)
+    key, begin = (stage.stage_index, microbatch), _begins(_INPUTS, stage, microbatch, told, directly=directly)
 
     def receive(step: Step) -> None:
         if key in step.forward_receives:
@@ -400,7 +401,7 @@ def receive_forward(stage: Any, microbatch: int, *told: str, directly: bool = Fa
 def receive_backward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
     """Begin to receive the gradient of an output."""
     key = (stage.stage_index, microbatch)
-    begin = _beginning(_OUTPUT_GRADIENTS, stage, microbatch, told, directly=directly)
+    begin = _begins(_OUTPUT_GRADIENTS, stage, microbatch, told, directly=directly)
 
     def receive(step: Step) -> None:
         if key in step.backward_receives:

@@ -29,8 +29,9 @@ from penstock.pipelining._schedule_engine import (
 from penstock.pipelining._schedule_passes import compute_rows_with_transfers
 from penstock.pipelining._schedule_rows import as_rows
 from penstock.pipelining._schedule_sends import ends_of_sends
-from penstock.pipelining._stage_base import _PipelineStageBase
+from penstock.pipelining._stage_compute import is_as_written
 from penstock.pipelining._stage_inference import StageInference
+from penstock.pipelining._stage_transfers import is_gloo
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.one_f_one_b import one_f_one_b
 
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_engine import Custom, Operation, Step
     from penstock.pipelining._schedule_rows import Rows
+
+
+#: By how many compute actions a receive is posted earlier than it stands: a message needs a moment until it can come,
+#: and each that is posted has a buffer. A chain of stages, which may be there for its memory, has one more each way.
+_AHEAD: Final = 4
+_AHEAD_IN_CHAIN: Final = 2
 
 
 class Kept:
@@ -65,7 +72,7 @@ class Kept:
         rank is compared action by action, those of others by identity and length only.
         """
         others = [rows[each] for each in rows]
-        sharded = [isinstance(stage.submod, FSDPModule) for stage in stages]
+        sharded = [(isinstance(stage.submod, FSDPModule), _receives_in_the_usual_way(stage)) for stage in stages]
         sizes = [microbatches, *map(len, others)]
         facts = (rows[rank], list(stages), dict(customs), [*rows], sharded, [*map(id, others)], sizes)
         program, known = self._made.get((trains, directly), (None, ()))
@@ -87,6 +94,7 @@ def of_order(
     directly: bool = False,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
+    ahead: int = _AHEAD,
 ) -> Program:
     """The program of one rank.
 
@@ -101,6 +109,7 @@ def of_order(
         directly: whether messages begin without operations that describe them.
         customs: functions of the user, by the type of action that they stand for.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
+        ahead: by how many compute actions receives are posted earlier than they stand, where they may be.
     """
     customs = customs or {}
     row = rows[rank]
@@ -130,12 +139,8 @@ def of_order(
     if left:
         lines.append(Line(ending(left), None, len(row) - 1))
     if not customs and _may_post_ahead(stages.values()):
-        lines = _posted_ahead(lines, receives, row)
+        lines = _posted_ahead(lines, receives, row, ahead)
     return Program(lines, scaled)
-
-
-#: By how many compute actions a receive is posted earlier than it stands: a message needs a moment until it can come.
-_AHEAD: Final = 4
 
 
 def _may_post_ahead(stages: Iterable[Any]) -> bool:
@@ -146,23 +151,20 @@ def _may_post_ahead(stages: Iterable[Any]) -> bool:
     return dist.is_initialized() and all(
         _receives_in_the_usual_way(stage)
         and torch.device(stage.device).type == "cpu"
-        and dist.get_backend(stage.group) == "gloo"
+        and is_gloo(stage.group, torch.device("cpu"))
         for stage in stages
     )
 
 
 def _receives_in_the_usual_way(stage: Any) -> bool:
-    return all(
-        getattr(getattr(stage, name, None), "__func__", None) is getattr(_PipelineStageBase, name)
-        for name in ("get_fwd_recv_ops", "get_bwd_recv_ops")
-    )
+    return is_as_written(stage, "get_fwd_recv_ops", "get_bwd_recv_ops", "_get_recv_ops")
 
 
-def _posted_ahead(lines: Sequence[Line], receives: set[int], row: Sequence[_Action]) -> list[Line]:
+def _posted_ahead(lines: Sequence[Line], receives: set[int], row: Sequence[_Action], ahead: int) -> list[Line]:
     """The lines that are receives, each moved ahead of some compute actions; they keep their order."""
     computed = [0, *accumulate(action.is_compute for action in row)]
     keys = [
-        (computed[line.step] - _AHEAD, 0, place) if place in receives else (computed[line.step], 1, place)
+        (computed[line.step] - ahead, 0, place) if place in receives else (computed[line.step], 1, place)
         for place, line in enumerate(lines)
     ]
     return [lines[place] for _, _, place in sorted(keys)]
@@ -176,7 +178,7 @@ _UNDER_WAY: Final = 6
 def of_gpipe(
     stage: Any, microbatches: int, *, calls: Calls, trains: bool, directly: bool = False, backwards: bool = True
 ) -> Program:
-    """All forwards, then all backwards; each receive is posted one microbatch ahead.
+    """All forwards, then all backwards; each receive is posted ahead, by a microbatch at least.
 
     To wait for an earlier send is safe: in each half, messages go one way only.
     """
@@ -246,7 +248,14 @@ def _by_messages(stage: Any, order: Rows, microbatches: int, *, calls: Calls, tr
     rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
     row = [*rows[index], *([_Action(index, REDUCE_GRAD)] if trains else [])]
     return of_order(
-        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, directly=True
+        {**rows, index: row},
+        index,
+        {index: stage},
+        microbatches,
+        calls=calls,
+        trains=trains,
+        directly=True,
+        ahead=_AHEAD_IN_CHAIN,
     )
 
 

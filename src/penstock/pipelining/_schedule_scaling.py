@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.pipelining._stage_compute import StageCompute, of_one_kind
+from penstock.pipelining._stage_compute import is_as_written, of_one_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ def divided_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
     stages = [stage for stage in stages if factor != 1 and _divides(stage)]
     known: dict[int, torch.nn.Parameter] = {}
     for stage in reversed(stages):
-        mine = {id(parameter): parameter for parameter in stage._weights()}
+        mine = {id(parameter): parameter for parameter in stage.submod.parameters()}
         stage._divided_later = mine.keys() & known.keys()
         stage._is_divided = False
         known |= mine
@@ -45,7 +45,4 @@ def _multiply(gradients: Sequence[torch.Tensor], factor: int) -> None:
 
 def _divides(stage: Any) -> bool:
     """Whether a stage divides the gradients of its module: one that has its own way of it may not."""
-    return isinstance(stage.submod, torch.nn.Module) and all(
-        getattr(getattr(stage, name, None), "__func__", None) is getattr(StageCompute, name)
-        for name in ("scale_grads", "perform_reduce_grad")
-    )
+    return is_as_written(stage, "scale_grads", "perform_reduce_grad") and isinstance(stage.submod, torch.nn.Module)

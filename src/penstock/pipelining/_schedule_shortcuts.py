@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD
-from penstock.pipelining._stage_compute import StageCompute
+from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
+from penstock.pipelining._stage_compute import StageCompute, is_as_written
 from penstock.pipelining._stage_parallel import NotShared
 
 if TYPE_CHECKING:
@@ -33,35 +33,36 @@ _COMPUTATIONS: Final = (
     "backward_maybe_with_nosync",
 )
 
-#: The backwards that begin at the outputs.
-_BACKWARDS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT})
+#: The actions in which a backward begins at the outputs.
+_AT_OUTPUTS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT, OVERLAP_F_B})
 
 
 def begins_directly(stages: Sequence[Any], names: Any) -> bool:
     """Whether messages may begin without an operation object that describes them.
 
     Not if a stage makes operations of its own, if ``names``, the module with upstream's path, has other functions than
-    it came with, or if a profiler or a log is to show what they do.
+    it came with, or if a profiler, a dispatch mode or a log is to see them. An observer of another kind, such as that
+    for execution traces, cannot be seen from here, and does not see them.
     """
     return (
         names._begins_as_ever()
         and not torch._C._autograd._profiler_enabled()
-        and all(_is_as_written(stage, _MESSAGES) for stage in stages)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(is_as_written(stage, *_MESSAGES) for stage in stages)
     )
 
 
 @contextmanager
-def prepared(stages: Sequence[Any], customs: Collection[ComputationType]) -> Iterator[None]:
+def looked_at(stages: Sequence[Any], customs: Collection[ComputationType]) -> Iterator[None]:
     """Around a step in which functions of the user run in place of actions of these types.
 
     If there are none, stages that compute as written here need not look again. If there is one for backwards, outputs
     stay where it may look for them.
     """
     plain = [] if customs else [stage for stage in stages if _computes_as_written(stage)]
-    watched = stages if _BACKWARDS.intersection(customs) else []
+    watched = stages if _AT_OUTPUTS.intersection(customs) else []
     for stage in plain:
         stage._is_plain = True
-        stage._weights_of_step = list(stage.submod.parameters()) if isinstance(stage.submod, torch.nn.Module) else None
     for stage in watched:
         stage._is_watched = True
     try:
@@ -69,19 +70,12 @@ def prepared(stages: Sequence[Any], customs: Collection[ComputationType]) -> Ite
     finally:
         for stage in plain:
             stage._is_plain = False
-            stage._weights_of_step = None
         for stage in watched:
             stage._is_watched = False
+        for stage in stages:
+            if isinstance(stage, StageCompute):
+                stage._connections.clear()  # the group may end before the next step
 
 
 def _computes_as_written(stage: Any) -> bool:
-    return _is_as_written(stage, _COMPUTATIONS) and stage.dw_builder is None and type(stage._parallel) is NotShared
-
-
-def _is_as_written(stage: Any, methods: Sequence[str]) -> bool:
-    """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
-    kind = type(stage)
-    if not issubclass(kind, StageCompute):
-        return False
-    own = vars(stage)
-    return all(name not in own and getattr(kind, name) is getattr(StageCompute, name) for name in methods)
+    return is_as_written(stage, *_COMPUTATIONS) and stage.dw_builder is None and type(stage._parallel) is NotShared

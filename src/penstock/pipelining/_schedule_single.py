@@ -242,5 +242,5 @@ class Schedule1F1B(PipelineScheduleSingle):
         return {rank: [*_add_reduce_grad(row, self._n_microbatches)] for rank, row in rows.items()}
 
 
-def _posted_by_peer(messages: list[dist.P2POp], desc: str) -> list[dist.Work]:
+def _posted_by_peer(messages: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
     return [work for works in replaceable()._sorted_batch_p2p(messages, desc=desc).values() for work in works]

@@ -38,8 +38,6 @@ class StageCompute(StageEdges):
     _divided_later: Collection[int] = ()
     #: Whether the gradients of this step are divided.
     _is_divided = False
-    #: The parameters of the module, while a step runs in which nobody changes them.
-    _weights_of_step: list[torch.nn.Parameter] | None = None
 
     def forward_one_chunk(
         self,
@@ -147,13 +145,7 @@ class StageCompute(StageEdges):
         self.bwd_cache[bwd_chunk_id] = gradients
 
     def _has_own_backward(self) -> bool:
-        mine, kind = vars(self), type(self)
-        return (
-            "backward_maybe_with_nosync" in mine
-            or "backward_one_chunk" in mine
-            or kind.backward_maybe_with_nosync is not StageCompute.backward_maybe_with_nosync
-            or kind.backward_one_chunk is not StageCompute.backward_one_chunk
-        )
+        return not is_as_written(self, "backward_maybe_with_nosync", "backward_one_chunk")
 
     def _output_gradients(self, microbatch: int, outputs: tuple[Any, ...]) -> Gradients:
         gradients = self._retrieve_recv_grads(microbatch)
@@ -306,11 +298,8 @@ class StageCompute(StageEdges):
         """Find out, once in a step, which parameters have no gradient yet."""
         if self._without_gradient is None:
             mine = self._parallel.is_alone and isinstance(self.submod, torch.nn.Module)
-            parameters = self._weights() if mine else ()
+            parameters = self.submod.parameters() if mine else ()
             self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
-
-    def _weights(self) -> Iterable[torch.nn.Parameter]:
-        return self.submod.parameters() if self._weights_of_step is None else self._weights_of_step
 
     def _own_gradients(self) -> None:
         """Give every parameter that has just got its first gradient one of its own.
@@ -349,7 +338,7 @@ class StageCompute(StageEdges):
         if grad_scale_factor == 1:
             return
         later = self._divided_later
-        gradients = [one.grad for one in self._weights() if one.grad is not None and id(one) not in later]
+        gradients = [one.grad for one in self.submod.parameters() if one.grad is not None and id(one) not in later]
         for alike in of_one_kind(gradients):
             torch._foreach_div_(alike, grad_scale_factor)
 
@@ -358,6 +347,15 @@ class StageCompute(StageEdges):
         self._parallel.reduce()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
+
+
+def is_as_written(stage: Any, *methods: str) -> bool:
+    """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
+    kind = type(stage)
+    if not issubclass(kind, StageCompute):
+        return False
+    own = vars(stage)
+    return all(name not in own and getattr(kind, name) is getattr(StageCompute, name) for name in methods)
 
 
 def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

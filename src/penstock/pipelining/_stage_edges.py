@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 
 from penstock.pipelining._stage_state import StageState
-from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple, _RecvInfo
+from penstock.pipelining._stage_transfers import Connection, _normalize_model_output_as_tuple, _RecvInfo
 from penstock.pipelining._utils import (
     PipeliningMetadataError,
     TensorMeta,
@@ -24,14 +24,14 @@ from penstock.pipelining._utils import (
 from penstock.runtime.metadata import wire
 
 if TYPE_CHECKING:
-    from penstock.pipelining._stage_transfers import Connection, Layout
+    from penstock.pipelining._stage_transfers import Layout
 
 
 class StageEdges(StageState):
     """A stage and its neighbours.
 
     A receive gets its buffer when it is asked for, and the buffer is the stage's input: it is free when the microbatch
-    is. So there are as many as are in flight.
+    is. So there are as many as are in flight or on their way, however many microbatches there are.
     """
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
@@ -39,7 +39,7 @@ class StageEdges(StageState):
         return [self._operation(dist.irecv, memory, source) for memory, source in self._incoming(recv_infos)]
 
     def _operation(self, op: Any, tensor: torch.Tensor, stage: Any) -> dist.P2POp:
-        return self._connections.operation(op, tensor, stage, self._resolve_peer_global_rank, self.group)
+        return dist.P2POp(op, tensor, self._resolve_peer_global_rank(stage), self.group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that receive the inputs of a microbatch."""
@@ -81,8 +81,9 @@ class StageEdges(StageState):
     def _connection(self, stage: int) -> Connection:
         known = self._connections.get(stage)
         if known is None:
-            self._operation(dist.isend, torch.empty(0, device=self.device), stage)
-            known = self._connections[stage]
+            group = self.group or dist.distributed_c10d._get_default_group()
+            known = Connection(group, self.stage_index_to_group_rank[stage], torch.device(self.device))
+            self._connections[stage] = known
         return known
 
     # What goes where --------------------------------------------------------------------------------------------------
@@ -131,11 +132,6 @@ class StageEdges(StageState):
                 del self.fwd_cache[microbatch]
         elif self._is_plain or not (self._is_watched or self._parallel.keeps_outputs or self._has_own_backward()):
             self.fwd_cache[microbatch] = tuple([_beginning(output) for output in outputs]), inputs
-
-    #: Whether, while this step runs, all computation is that of this class, of a module that is not shared.
-    _is_plain = False
-    #: Whether, while this step runs, functions of the user may look at outputs that are on their way.
-    _is_watched = False
 
     def _has_own_backward(self) -> bool:
         """Whether backwards run in another way than here, which may look at outputs that are on their way."""
@@ -322,7 +318,7 @@ class StageEdges(StageState):
         self.bwd_cache.clear()
         self.backward_state.clear()
         self.dw_runner.clear()
-        self._connections.check(self.stage_index_to_group_rank)
+        self._connections.clear()
         for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
             for info in infos:
                 info.forget()

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from penstock.pipelining._stage_parallel import NotShared, Parallel, parallel_of
-from penstock.pipelining._stage_transfers import Connections, Layouts
+from penstock.pipelining._stage_transfers import Layouts
 from penstock.pipelining._utils import _MeshCache, _StageMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.pipelining._stage_transfers import _RecvInfo
+    from penstock.pipelining._stage_transfers import Connection, _RecvInfo
 
 logger = logging.getLogger("penstock.pipelining.stage")
 
@@ -50,6 +50,10 @@ class StageState:
     _submodule: tuple[Any, type] = (None, type(None))
     _parallel_of_submodule: Parallel = NotShared()
     _has_backward = False
+    #: Whether, while this step runs, all computation is as written here, of a module that is not shared.
+    _is_plain = False
+    #: Whether, while this step runs, functions of the user may look at outputs that are on their way.
+    _is_watched = False
     #: Which kind each microbatch is of, if there are several: those of one kind have equal shapes.
     _kinds: tuple[int, ...] = ()
     #: What is known of kinds other than the first.
@@ -100,7 +104,7 @@ class StageState:
         self.act_send_info: dict[int, list[Any]] = {}
         self.grad_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
         self.grad_send_info: list[int | None] | None = None
-        self._connections = Connections()
+        self._connections: dict[int, Connection] = {}
         self._output_layouts = Layouts()
         self._gradient_layouts = Layouts()
 

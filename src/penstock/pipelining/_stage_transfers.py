@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,10 +10,6 @@ import torch.distributed as dist
 from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
 from penstock.runtime.metadata import wire
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_P2POp = dist.P2POp
 _REMEMBERED = 16
 
 
@@ -157,72 +153,35 @@ class Layouts:
 
 
 class Connection:
-    """The way to the rank of another stage.
+    """The way to the rank of another stage, for as long as a step."""
 
-    Attributes:
-        group: the process group.
-        peer: the rank among all.
-        group_peer: the rank in the group.
-    """
+    __slots__ = ("_group", "_peer", "_receive", "_send")
 
-    __slots__ = ("_receive", "_send", "group", "group_peer", "peer")
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, group_peer: int, device: torch.device) -> None:
-        self.group, self.peer, self.group_peer = group, peer, group_peer
-        begins: Any = group
-        if type(group) is dist.ProcessGroup and dist.get_backend(group) == "gloo":
-            begins = group._get_backend(device)  # a call of the group takes twice as long
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        """The peer is a rank in the group."""
+        self._group, self._peer = group, peer
+        # A call of the group takes twice as long as one of its backend.
+        begins: Any = group._get_backend(device) if is_gloo(group, device) else group
         self._send, self._receive = begins.send, begins.recv
 
     def send(self, tensor: torch.Tensor) -> Any:
         """Begin to send; as ``dist.isend`` does, without looking up what is known."""
         if type(tensor) is torch.Tensor and not tensor.is_complex():
-            return self._send([tensor], self.group_peer, 0)
-        return dist.isend(tensor, group=self.group, group_dst=self.group_peer)
+            return self._send([tensor], self._peer, 0)
+        return dist.isend(tensor, group=self._group, group_dst=self._peer)
 
     def receive(self, tensor: torch.Tensor) -> Any:
         """Begin to receive; as ``dist.irecv`` does."""
         if not tensor.is_complex():
-            return self._receive([tensor], self.group_peer, 0)
-        return dist.irecv(tensor, group=self.group, group_src=self.group_peer)
+            return self._receive([tensor], self._peer, 0)
+        return dist.irecv(tensor, group=self._group, group_src=self._peer)
 
 
-class Connections(dict[int, Connection]):
-    """Connections by stage: who has it is found out once."""
-
-    __slots__ = ("_mapping",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._mapping: dict[int, int] = {}
-
-    def check(self, mapping: dict[int, int]) -> None:
-        """Forget all if stages are on other ranks now."""
-        if mapping != self._mapping:
-            self.clear()
-            self._mapping = dict(mapping)
-
-    def operation(
-        self,
-        op: Callable[..., Any],
-        tensor: torch.Tensor,
-        stage: int,
-        rank_of: Callable[[int], int],
-        group: dist.ProcessGroup | None,
-    ) -> dist.P2POp:
-        """A ``P2POp`` with the stage. ``rank_of`` is asked once."""
-        known = self.get(stage)
-        if known is None or dist.P2POp is not _P2POp:
-            made = dist.P2POp(op, tensor, rank_of(stage), group)
-            if type(made) is _P2POp:
-                self[stage] = Connection(made.group, made.peer, made.group_peer, tensor.device)
-            return made
-        made = object.__new__(_P2POp)  # the constructor looks up again, several times, what is known
-        made.op = op
-        made.tensor = tensor
-        made.group, made.peer, made.group_peer = known.group, known.peer, known.group_peer
-        made.tag = 0
-        return made
+def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group carries tensors on a device by gloo."""
+    if group is None:
+        group = dist.group.WORLD
+    return type(group) is dist.ProcessGroup and f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def _told(described: Any) -> str:
