@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
-from penstock.pipelining._stage_compute import StageCompute, is_as_written
+from penstock.pipelining._stage_compute import is_as_written
 from penstock.pipelining._stage_parallel import NotShared
 
 if TYPE_CHECKING:
@@ -72,9 +72,8 @@ def looked_at(stages: Sequence[Any], customs: Collection[ComputationType]) -> It
             stage._is_plain = False
         for stage in watched:
             stage._is_watched = False
-        for stage in stages:
-            if isinstance(stage, StageCompute):
-                stage._connections.clear()  # the group may end before the next step
+        for stage in stages:  # the group may end before the next step; a stand-in may have no connections
+            getattr(stage, "_connections", {}).clear()
 
 
 def _computes_as_written(stage: Any) -> bool:
