@@ -225,4 +225,4 @@ def _growth(made: Report, width: int, microbatch: tuple[int, int], found: dict[S
         price = [
             ratios(_backwards(found[size], "ours"), _backwards(found[size], "whole")).middle for size in (few, many)
         ]
-        made.goals.append(Goal(f"growth from {few.blocks} to {many}", price[1] / price[0], GROWTH))
+        made.goals.append(Goal(f"growth from {few} to {many.blocks} blocks", price[1] / price[0], GROWTH))

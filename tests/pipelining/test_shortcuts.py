@@ -153,7 +153,7 @@ def test_weights_that_are_made_in_a_step_are_divided_too(make, name):
     torch.testing.assert_close(found, weight.grad)
 
 
-class OnItsWay:
+class OnItsWay(dist.Work):
     """A message that never comes."""
 
     def wait(self):

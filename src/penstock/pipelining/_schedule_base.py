@@ -407,8 +407,10 @@ class _PipelineSchedule(ABC):
                 program.run(step, replaceable().record_function, self._tell_failure)
         except BaseException:
             self._forget_losses()
-            waited_for = [*step.forward_receives.values(), *step.backward_receives.values()]
-            self._was_cut_off = not all(work.is_completed() for works in waited_for for work in works)
+            waited_for: list[list[Any]] = [*step.forward_receives.values(), *step.backward_receives.values()]
+            self._was_cut_off = any(
+                isinstance(work, dist.Work) and not work.is_completed() for works in waited_for for work in works
+            )
             raise
 
     def _tell_failure(self, place: int) -> None:

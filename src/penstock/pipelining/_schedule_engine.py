@@ -103,14 +103,13 @@ class Program:
 
     Attributes:
         scaled: the stages whose gradients it divides by the number of microbatches, if the schedule says so.
-        operations: what it does, one after the other.
     """
 
     def __init__(self, lines: Sequence[Line], scaled: Sequence[Any]) -> None:
         self.scaled = scaled
         self._lines = lines
         self._steps = [line.step for line in lines if line.run is not None]
-        self.operations = [line.run for line in lines if line.run is not None]
+        self._operations = [line.run for line in lines if line.run is not None]
 
     def run(
         self, step: Step, named: Callable[[str], AbstractContextManager[object]], failed: Callable[[int], None]
@@ -127,7 +126,7 @@ class Program:
             return
         place = 0
         try:
-            for place, operation in enumerate(self.operations):  # noqa: B007
+            for place, operation in enumerate(self._operations):  # noqa: B007
                 operation(step)
         except Exception:
             failed(self._steps[place])

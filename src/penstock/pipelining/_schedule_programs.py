@@ -72,9 +72,9 @@ class Kept:
         rank is compared action by action, those of others by identity and length only.
         """
         others = [rows[each] for each in rows]
-        sharded = [(isinstance(stage.submod, FSDPModule), _receives_in_the_usual_way(stage)) for stage in stages]
+        kinds = [(isinstance(stage.submod, FSDPModule), _receives_in_the_usual_way(stage)) for stage in stages]
         sizes = [microbatches, *map(len, others)]
-        facts = (rows[rank], list(stages), dict(customs), [*rows], sharded, [*map(id, others)], sizes)
+        facts = (rows[rank], list(stages), dict(customs), [*rows], kinds, [*map(id, others)], sizes)
         program, known = self._made.get((trains, directly), (None, ()))
         if program is None or facts != known[:-1]:
             program = make()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.overrides import has_torch_function
 from torch.profiler import record_function
 
 from penstock.ir.actions import (
@@ -128,20 +127,12 @@ def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.
         return []
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s: %s", desc or "messages", p2p_ops)
-    if len(p2p_ops) == 1 and (op := p2p_ops[0].op) in (dist.isend, dist.irecv):  # most often, and quick
-        return [_begun(p2p_ops[0], "group_dst" if op is dist.isend else "group_src")]
     kinds = {each.op for each in p2p_ops}
     if kinds == {dist.isend}:
         return [_begun(each, "group_dst") for each in p2p_ops]
     if kinds == {dist.irecv}:
         return [_begun(each, "group_src") for each in p2p_ops]
-    if dist.batch_isend_irecv is _BATCH and kinds <= {_ISEND, _IRECV} and not _coalesces(p2p_ops[0]):
-        return [_begun(each, "group_dst" if each.op is _ISEND else "group_src") for each in p2p_ops]
     return dist.batch_isend_irecv(p2p_ops)
-
-
-# The functions themselves: what a program has put in their place is called as it is.
-_ISEND, _IRECV, _BATCH = dist.isend, dist.irecv, dist.batch_isend_irecv
 
 
 def _begins_as_ever() -> bool:
@@ -154,21 +145,9 @@ def _functions_of_messages() -> tuple[Any, ...]:
     return (*ours, dist.isend, dist.irecv, dist.batch_isend_irecv, dist.P2POp)
 
 
-def _coalesces(message: dist.P2POp) -> bool:
-    """Whether the backend makes one operation of several; else a batch of them is a loop."""
-    group = message.group
-    return type(group) is dist.ProcessGroup and bool(group._get_backend(message.tensor.device).supports_coalescing)
-
-
 def _begun(message: dist.P2POp, side: str) -> Any:
     """What ``dist.isend`` or ``dist.irecv`` returns for a message, whose group and peer are known already."""
-    tensor, op = message.tensor, message.op
-    if not has_torch_function((tensor,)) and not tensor.is_complex():
-        if op is _ISEND:
-            return message.group.send([tensor], message.group_peer, message.tag)
-        if op is _IRECV and message.group_peer is not None:
-            return message.group.recv([tensor], message.group_peer, message.tag)
-    return op(tensor, group=message.group, tag=message.tag, **{side: message.group_peer})
+    return message.op(message.tensor, group=message.group, tag=message.tag, **{side: message.group_peer})
 
 
 def _sorted_batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> dict[int, list[dist.Work]]:
