@@ -18,7 +18,7 @@ from runtime_parts.contestants import DropIn
 PARTS = {
     "a": partial(overhead.report, ours=DropIn, of_loop=None),
     "b": partial(steps.report, ours=DropIn),
-    "c": partial(splitting.report, halves={"torch": stage_halves.of_torch, "ours": stage_halves.of_ours}),
+    "c": partial(splitting.report, ways=stage_halves.WAYS | {"bare": splitting.bare}),
     "d": partial(memory.report, ours=DropIn, our_halves=stage_halves.marked),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections import defaultdict
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,6 +34,7 @@ JUDGED = {(256, MICROBATCHES[0]), (32, MICROBATCHES[0]), (32, MICROBATCHES[1])}
 #: The ratio with many blocks over that with few: more than this is growth, less is noise.
 GROWTH = 1.1
 SHORTEST_TURN = 0.2
+SEED = 7
 
 
 class Size(NamedTuple):
@@ -60,8 +62,11 @@ class Halves(NamedTuple):
         return self.first + self.second
 
 
-def report(*, repeats: int, quick: bool, halves: dict[str, Callable[[], Way]] | None = None) -> Report:
-    """CPU time of I + W over that of a whole backward: torch's, the plain way, ours."""
+def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | None = None) -> Report:
+    """CPU time of I + W over that of a whole backward: torch's, the plain way, ours.
+
+    The ways that are not given are those without a stage around them.
+    """
     sizes = [
         Size(width, blocks, *microbatch)
         for microbatch in MICROBATCHES
@@ -69,13 +74,14 @@ def report(*, repeats: int, quick: bool, halves: dict[str, Callable[[], Way]] | 
         for blocks in BLOCKS
         if not quick or (width, blocks) != (256, 48)
     ]
-    (found,) = on_ranks(1, measure, repeats, sizes, halves or {"torch": _torch, "ours": OurHalves})
+    (found,) = on_ranks(1, measure, repeats, sizes, ways or {})
     made = Report(
         "c",
         f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats}",
         [
             "whole: milliseconds of a whole backward; gradients are added to those that are there, as in a step",
             "plain: as in the loop, the gradient of the input with the graph kept, then a backward for the weights",
+            *(["bare: ours over a whole backward with no stage around it"] if "bare" in (ways or {}) else []),
             "all: forward + I + W over forward + whole backward; ratios turn by turn, with quartiles",
         ],
     )
@@ -87,7 +93,7 @@ def report(*, repeats: int, quick: bool, halves: dict[str, Callable[[], Way]] | 
 
 
 def measure(
-    _rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size], halves: dict[str, Callable[[], Way]]
+    _rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size], makers: dict[str, Callable[[], Way]]
 ) -> dict[Size, dict[str, list[Halves]]]:
     """In one process."""
     found = {}
@@ -95,24 +101,32 @@ def measure(
         tell(f"(c) {size}")
         stage = transformer(size.blocks, size.width, size.rows, size.length).stage(0, 1)
         x = torch.randn(size.rows, size.length, size.width)
-        ways = {"whole": whole, "plain": plain, **{name: make() for name, make in halves.items()}}
+        ways = {name: make() for name, make in (_BARE | makers).items()}
         _same(ways, stage, x)
-        count = max(1, int(SHORTEST_TURN / max(1e-4, whole(stage, x, x).backward)))
+        count = max(1, int(SHORTEST_TURN / max(1e-4, ways["whole"](stage, x, x).backward)))
         turns: dict[str, list[Halves]] = defaultdict(list)
+        order = random.Random(SEED)
+        gc.collect()
+        gc.freeze()  # what is there already is not the collector's business
         for _ in range(repeats):
             gc.collect()
-            for name, several in _turn(ways, stage, x, count).items():
+            for name, several in _turn(ways, stage, x, count, order).items():
                 turns[name].append(Halves(*(sum(parts) / count for parts in zip(*several, strict=True))))
+        gc.unfreeze()
         found[size] = dict(turns)
     return found
 
 
-def _turn(ways: dict[str, Way], stage: nn.Module, x: torch.Tensor, count: int) -> dict[str, list[Halves]]:
-    """Each way some times, one after the other, so that all of them see the same moments of a busy machine."""
+def _turn(
+    ways: dict[str, Way], stage: nn.Module, x: torch.Tensor, count: int, order: random.Random
+) -> dict[str, list[Halves]]:
+    """Each way some times, one after the other, so that all of them see the same moments of a busy machine.
+
+    The order is another each time: none has always the caches and the heap that the same other one leaves.
+    """
     found: dict[str, list[Halves]] = {name: [] for name in ways}
-    names = list(ways)
-    for number in range(count):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+    for _ in range(count):
+        for name in order.sample(list(ways), len(ways)):
             found[name].append(ways[name](stage, x, x))
     return found
 
@@ -155,10 +169,6 @@ def torch_halves(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> H
     return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
 
 
-def _torch() -> Way:
-    return torch_halves
-
-
 class OurHalves:
     """Ours, for one stage."""
 
@@ -178,6 +188,19 @@ class OurHalves:
         halfway = thread_time()
         weight_backward()
         return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
+
+
+def bare() -> Way:
+    """A whole backward with no stage around it."""
+    return whole
+
+
+_BARE: dict[str, Callable[[], Way]] = {
+    "whole": bare,
+    "plain": lambda: plain,
+    "torch": lambda: torch_halves,
+    "ours": OurHalves,
+}
 
 
 def _same(ways: dict[str, Way], stage: nn.Module, x: torch.Tensor) -> None:
@@ -210,6 +233,7 @@ def _row(made: Report, size: Size, turns: dict[str, list[Halves]]) -> None:
             "plain": ratios(_backwards(turns, "plain"), _backwards(turns, "whole")),
             "ours": ours,
             "goal": AT_MOST[size.width] if judged else None,
+            **({"bare": ratios(_backwards(turns, "ours"), _backwards(turns, "bare"))} if "bare" in turns else {}),
             "ours/torch": ratios(_backwards(turns, "ours"), _backwards(turns, "torch")),
             "torch all": ratios(_all(turns, "torch"), _all(turns, "whole")),
             "ours all": ratios(_all(turns, "ours"), _all(turns, "whole")),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class StageHalves:
     """The stage in the middle of three, which gets its input and its gradient from this rank."""
 
-    def __init__(self, kind: Any, mode: Any) -> None:
-        self.kind, self.mode = kind, mode
+    def __init__(self, kind: Any, mode: Any, *, whole: bool = False) -> None:
+        self.kind, self.mode, self.whole = kind, mode, whole
         self.module: nn.Module | None = None
 
     def prepare(self, module: nn.Module, x: torch.Tensor) -> Any:
@@ -45,10 +45,11 @@ class StageHalves:
         stage.forward_one_chunk(0, ())
         forwarded = thread_time()
         stage.set_local_bwd_input((gradient,), 0)
-        stage.backward_one_chunk(0, full_backward=False)
+        stage.backward_one_chunk(0, full_backward=self.whole)
         stage.get_local_bwd_output(0)
         halfway = thread_time()
-        stage.backward_weight_one_chunk(0)
+        if not self.whole:
+            stage.backward_weight_one_chunk(0)
         return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
 
 
@@ -61,6 +62,14 @@ def of_ours() -> StageHalves:
     """Ours."""
     return StageHalves(OurStage, OurInferenceMode)
 
+
+def of_ours_whole() -> StageHalves:
+    """Ours, with a whole backward."""
+    return StageHalves(OurStage, OurInferenceMode, whole=True)
+
+
+#: The ways with a stage around them.
+WAYS = {"whole": of_ours_whole, "torch": of_torch, "ours": of_ours}
 
 #: Prepared in a first run, which does not count.
 _PREPARED = of_ours()
