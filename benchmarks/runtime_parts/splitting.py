@@ -33,7 +33,9 @@ MICROBATCHES = ((4, 128), (1, 32))
 JUDGED = {(256, MICROBATCHES[0]), (32, MICROBATCHES[0]), (32, MICROBATCHES[1])}
 #: The ratio with many blocks over that with few: more than this is growth, less is noise.
 GROWTH = 1.1
-SHORTEST_TURN = 0.2
+#: Seconds; and how many turns there are for each repeat: short ones, so that all see the same moments.
+SHORTEST_TURN = 0.05
+TURNS = 4
 SEED = 7
 
 
@@ -77,7 +79,7 @@ def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | No
     (found,) = on_ranks(1, measure, repeats, sizes, ways or {})
     made = Report(
         "c",
-        f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats}",
+        f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats * TURNS}",
         [
             "whole: milliseconds of a whole backward; gradients are added to those that are there, as in a step",
             "plain: as in the loop, the gradient of the input with the graph kept, then a backward for the weights",
@@ -108,27 +110,19 @@ def measure(
         order = random.Random(SEED)
         gc.collect()
         gc.freeze()  # what is there already is not the collector's business
-        for _ in range(repeats):
-            gc.collect()
-            for name, several in _turn(ways, stage, x, count, order).items():
-                turns[name].append(Halves(*(sum(parts) / count for parts in zip(*several, strict=True))))
+        for _ in range(repeats * TURNS):
+            for name in order.sample(list(ways), len(ways)):  # none has always what the same other one leaves
+                gc.collect()
+                turns[name].append(_turn(ways[name], stage, x, count))
         gc.unfreeze()
         found[size] = dict(turns)
     return found
 
 
-def _turn(
-    ways: dict[str, Way], stage: nn.Module, x: torch.Tensor, count: int, order: random.Random
-) -> dict[str, list[Halves]]:
-    """Each way some times, one after the other, so that all of them see the same moments of a busy machine.
-
-    The order is another each time: none has always the caches and the heap that the same other one leaves.
-    """
-    found: dict[str, list[Halves]] = {name: [] for name in ways}
-    for _ in range(count):
-        for name in order.sample(list(ways), len(ways)):
-            found[name].append(ways[name](stage, x, x))
-    return found
+def _turn(way: Way, stage: nn.Module, x: torch.Tensor, count: int) -> Halves:
+    """One way some times in a row, as a stage is asked in a step: the mean."""
+    several = [way(stage, x, x) for _ in range(count)]
+    return Halves(*(sum(parts) / count for parts in zip(*several, strict=True)))
 
 
 def whole(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:

@@ -1,102 +1,103 @@
-"""How the gradient of a weight is made from that of a product: the rules for nodes of the autograd graph.
+"""How the gradients of weights are made from those of products: the rules for nodes of the autograd graph.
 
-A rule takes a node. It returns what makes the gradients for some of the node's edges, those that lead to weights, and
-the operand that this needs beside the gradient of the node's output, which holds nothing else of the graph; or None if
-the gradients have to be made by the node itself. Which rule it is depends on the type of the node and on these edges.
+A rule says what to keep of nodes of one type, before the engine passes them, and how the gradients for some of a node's
+edges, those that lead to weights, are made from that and the gradient of the node's output. What is kept holds nothing
+else of the graph. Where nodes have to make the gradients themselves, it keeps nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import bmm, mm
 
 #: Gradients from that of the output and the operand.
 Make = Callable[[torch.Tensor, Any], list[torch.Tensor]]
-Rule = Callable[[Any], tuple[Make, Any] | None]
+#: The operands of nodes; None if one of them has to make its gradients itself. All at once, since there are many.
+Operands = Callable[[Sequence[Any]], list[Any] | None]
 
 
-def rule_for(kind: str, wanted: list[int]) -> Rule | None:
-    """The rule for the edges with these numbers of a node of this type."""
-    return _RULES.get(kind, {}).get(tuple(wanted))
+class Rule(NamedTuple):
+    """What to keep of nodes, and what to make of it."""
+
+    operands: Operands
+    make: Make
 
 
-def _mm_right(node: Any) -> tuple[Make, Any] | None:
-    """The right operand of ``left @ right``."""
-    left = _operand(node._raw_saved_self)
-    if left is None:
-        return None
-    return _turned if _is_turned(node) else _right, left
+def rule_for(node: Any, wanted: Sequence[int]) -> Rule | None:
+    """The rule for the edges with these numbers of a node, and of all nodes at this place of such graphs."""
+    maker = _RULES.get((type(node).__name__, tuple(wanted)))
+    return None if maker is None else maker(node)
 
 
-def _mm_left(node: Any) -> tuple[Make, Any] | None:
-    right = _operand(node._raw_saved_mat2)
-    return None if right is None else (_left, right)
+_data: Final = attrgetter("data")
+_unpack_hook: Final = attrgetter("unpack_hook")
+_layout: Final = attrgetter("layout")
+_STRIDED: Final = {torch.strided}
+_ONES: Final = {1, (1, 1)}
 
 
-def _bmm_right(node: Any) -> tuple[Make, Any] | None:
-    """The same for many."""
-    left = _operand(node._raw_saved_self)
-    return None if left is None else (_rights, left)
-
-
-def _bmm_left(node: Any) -> tuple[Make, Any] | None:
-    right = _operand(node._raw_saved_mat2)
-    return None if right is None else (_lefts, right)
-
-
-def _addmm_right(node: Any) -> tuple[Make, Any] | None:
-    """The right operand of ``beta * bias + alpha * left @ right``."""
-    left = _operand(node._raw_saved_mat1)
-    if left is None or node._saved_alpha != 1:
-        return None
-    return _turned if _is_turned(node) else _right, left
-
-
-def _addmm_right_and_bias(node: Any) -> tuple[Make, Any] | None:
-    left = _operand(node._raw_saved_mat1)
-    if left is None or node._saved_alpha != 1 or node._saved_beta != 1:
-        return None
-    return _turned_and_bias if _is_turned(node) else _right_and_bias, left
-
-
-def _addmm_left(node: Any) -> tuple[Make, Any] | None:
-    right = _operand(node._raw_saved_mat2)
-    return None if right is None or node._saved_alpha != 1 else (_left, right)
-
-
-def _convolution(wanted: tuple[int, ...], node: Any) -> tuple[Make, Any] | None:
-    """Weight and bias of a convolution."""
-    if node._raw_saved_input.unpack_hook or node._raw_saved_weight.unpack_hook:
-        return None
-    values, weight, bias = node._saved_input.detach(), node._saved_weight.detach(), node._saved_bias_sym_sizes_opt
-    settings = [
-        getattr(node, f"_saved_{name}")
-        for name in ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    ]
-    return partial(_convolved, wanted), (values, weight, bias, *settings, [False, 1 in wanted, 2 in wanted])
-
-
-def _operand(saved: Any) -> torch.Tensor | None:
-    """What the gradient of a product is multiplied by.
+def _saved(name: str, *factors: str) -> Operands:
+    """The operand that nodes have saved under a name. Factors must be 1.
 
     None if it is to be had by a hook only, which the node has to call; or if it is sparse, which has rules of its own.
     Whether it has been changed since it was saved is not asked here: the engine asks when it comes by the node.
     """
-    if saved.unpack_hook:
+    saved, factors_of = attrgetter(f"_raw_saved_{name}"), attrgetter(*(f"_saved_{factor}" for factor in factors or "?"))
+
+    def operands(nodes: Sequence[Any]) -> list[Any] | None:
+        found = list(map(saved, nodes))
+        if any(map(_unpack_hook, found)) or (factors and not _ONES.issuperset(map(factors_of, nodes))):
+            return None
+        values = list(map(_data, found))
+        if not _STRIDED.issuperset(map(_layout, values)):
+            return None
+        detached: list[torch.Tensor] = list(map(_data, values))
+        if any(map(torch.is_complex, detached)):
+            return [one.conj() for one in detached]
+        return detached
+
+    return operands
+
+
+def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[Any] | None:
+    if any(node._raw_saved_input.unpack_hook or node._raw_saved_weight.unpack_hook for node in nodes):
         return None
-    operand: torch.Tensor = saved.data
-    if operand.layout is not torch.strided:
-        return None
-    return operand.detach().conj() if operand.is_complex() else operand.detach()
+    settings = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    return [
+        (
+            node._saved_input.detach(),
+            node._saved_weight.detach(),
+            *(getattr(node, f"_saved_{name}") for name in settings),
+            [False, 1 in wanted, 2 in wanted],
+        )
+        for node in nodes
+    ]
+
+
+def _make_right(node: Any) -> Make:
+    return _turned if _is_turned(node) else _right
+
+
+def _make_right_and_bias(node: Any) -> Make:
+    if not _is_turned(node):
+        return _right_and_bias
+    return _turned_and_sum if _is_vector(node.next_functions[0][0]) else _turned_and_bias
 
 
 def _is_turned(node: Any) -> bool:
     """Whether the right operand is a transposed matrix, as the weight of a linear layer is."""
     return bool(node._saved_mat2_sym_strides[-2] == 1)
+
+
+def _is_vector(node: Any) -> bool:
+    """Whether a node is that of a leaf with one dimension. A bias that had more later, the engine would refuse."""
+    leaf = getattr(node, "variable", None)
+    return leaf is not None and leaf.dim() == 1
 
 
 def _right(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
@@ -117,6 +118,11 @@ def _turned_and_bias(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.T
     return [gradient, mm(gradient.t(), left).t()]
 
 
+def _turned_and_sum(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
+    """Summed while the gradient is in the caches; and then it is free."""
+    return [gradient.sum(0), mm(gradient.t(), left).t()]
+
+
 def _left(gradient: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
     return [mm(gradient, right.t())]
 
@@ -129,15 +135,34 @@ def _lefts(gradient: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
     return [bmm(gradient, right.mT)]
 
 
-def _convolved(wanted: tuple[int, ...], gradient: torch.Tensor, operands: Any) -> list[torch.Tensor]:
+def _convolved(wanted: Sequence[int], gradient: torch.Tensor, operands: Any) -> list[torch.Tensor]:
     made = torch.ops.aten.convolution_backward(gradient, *operands)
     return [made[number] for number in wanted]
 
 
-#: By the name of the node's type and the numbers of its edges that lead to weights.
-_RULES: Final[dict[str, dict[tuple[int, ...], Rule]]] = {
-    "MmBackward0": {(0,): _mm_left, (1,): _mm_right},
-    "BmmBackward0": {(0,): _bmm_left, (1,): _bmm_right},
-    "AddmmBackward0": {(1,): _addmm_left, (2,): _addmm_right, (0, 2): _addmm_right_and_bias},
-    "ConvolutionBackward0": {wanted: partial(_convolution, wanted) for wanted in ((1,), (2,), (1, 2))},
+def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule]:
+    rule = Rule(operands, make)
+    return lambda _node: rule
+
+
+def _chosen(operands: Operands, make_for: Callable[[Any], Make]) -> Callable[[Any], Rule]:
+    return lambda node: Rule(operands, make_for(node))
+
+
+_MM_LEFT: Final = _saved("self")
+_ADDMM_LEFT: Final = _saved("mat1", "alpha")
+_ADDMM_LEFT_AND_BIAS: Final = _saved("mat1", "alpha", "beta")
+#: By the name of the node's type and the numbers of its edges that lead to weights. The factors of ``addmm`` are those
+#: of ``beta * bias + alpha * left @ right``.
+_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule]]] = {
+    ("MmBackward0", (0,)): _fixed(_saved("mat2"), _left),
+    ("MmBackward0", (1,)): _chosen(_MM_LEFT, _make_right),
+    ("BmmBackward0", (0,)): _fixed(_saved("mat2"), _lefts),
+    ("BmmBackward0", (1,)): _fixed(_MM_LEFT, _rights),
+    ("AddmmBackward0", (1,)): _fixed(_saved("mat2", "alpha"), _left),
+    ("AddmmBackward0", (2,)): _chosen(_ADDMM_LEFT, _make_right),
+    ("AddmmBackward0", (0, 2)): _chosen(_ADDMM_LEFT_AND_BIAS, _make_right_and_bias),
+} | {
+    ("ConvolutionBackward0", wanted): _fixed(partial(_convolution_operands, wanted), partial(_convolved, wanted))
+    for wanted in ((1,), (2,), (1, 2))
 }
