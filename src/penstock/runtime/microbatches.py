@@ -307,6 +307,11 @@ def _pieces(tree: _Tree, index: int, microbatches: int) -> Sequence[Any]:
     return cut(value, _dim(spec), microbatches)
 
 
+def pieces(tensor: torch.Tensor, spec: Spec, microbatches: int) -> Sequence[torch.Tensor]:
+    """A tensor that is known to be as its spec says, for each microbatch."""
+    return [tensor] * microbatches if spec is Replicate else cut(tensor, _dim(spec), microbatches)
+
+
 def cut(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
     """Parts that share memory with the tensor, and that a module may change in place."""
     lengths = sizes(tensor.shape[dim], microbatches)

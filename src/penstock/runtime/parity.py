@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MetadataError, MicrobatchError, StageError
-from penstock.runtime.microbatches import is_split_already, merge, split_call
+from penstock.runtime.microbatches import is_split_already, merge
 from penstock.runtime.plain import PlainRun
 from penstock.runtime.program import only_forwards
 from penstock.runtime.untouched import Buffers, copied, drawing, random_state
@@ -29,7 +29,8 @@ from penstock.runtime.untouched import Buffers, copied, drawing, random_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from penstock.runtime.pipeline import Counts, Pipeline
+    from penstock.runtime.batches import Batch
+    from penstock.runtime.pipeline import Pipeline
     from penstock.runtime.plain import Visit
     from penstock.runtime.stage import Stage
 
@@ -172,12 +173,10 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         raise StageError("check_parity compares gradients, and this schedule has no backward")
     parameters = _parameters(pipe.stages)
     with pipe._telling, torch.enable_grad(), _untouched(pipe, parameters) as begin:
-        batch = pipe._batch(copied(args), copied(kwargs), target)
-        split = split_call(*batch, pipe.schedule.microbatches, **pipe._specs_of(*batch))
-        counts = pipe._counts(batch, split, varying=True)
+        batch = pipe._batches.of_step(copied(args), copied(kwargs), target, varying=True)
         # So that shapes are known, and no stage is run for them below.
-        pipe._programs.training(*split[:2], counts.samples, pipe._customized)
-        plain = _Plain(pipe, split, counts, parameters)
+        pipe._programs.training(batch, pipe._customized)
+        plain = _Plain(pipe, batch, parameters)
         begin()
         expected, halves, losses = plain.run(split=True)
         reduction = _reduction(pipe, plain, losses, target)
@@ -238,12 +237,9 @@ def _alone(
 class _Plain:
     """The unsplit model, run once or again; each stage's backward in halves beside it."""
 
-    def __init__(
-        self, pipe: Pipeline, split: Any, counts: Counts, parameters: Mapping[torch.nn.Parameter, _Owned]
-    ) -> None:
+    def __init__(self, pipe: Pipeline, batch: Batch, parameters: Mapping[torch.nn.Parameter, _Owned]) -> None:
         self._pipe = pipe
-        self._split = split
-        self._counts = counts
+        self._batch = batch
         self._parameters = parameters
         self._halves: Gradients = dict.fromkeys(parameters)
         self.inputs: list[Difference] = []
@@ -253,8 +249,7 @@ class _Plain:
     @property
     def targets(self) -> Sequence[Any]:
         """The target of each microbatch."""
-        found: Sequence[Any] = self._split[2]
-        return found
+        return self._batch.targets
 
     def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
         """The gradients, those in halves, and the losses."""
@@ -262,9 +257,9 @@ class _Plain:
         plain = PlainRun(pipe.stages, pipe.schedule.placement.rank_of, pipe.transport, pipe._loss_fn)
         microbatches = range(pipe.schedule.microbatches)
         orders = {index: list(microbatches) for index in pipe.stages}
-        args, kwargs, targets = self._split
+        args, kwargs, targets = self._batch[:3]
         with pipe._around(training=True), _Replay(pipe.stages, orders) as self._replay:
-            self.shares = pipe._shares(targets, self._counts)
+            self.shares = pipe._shares(self._batch)
             plain.run(copied(args), copied(kwargs), targets, self.shares, self._in_halves if split else None)
         self.outputs = plain.outputs
         return _taken(self._parameters), self._halves, plain.losses
@@ -348,7 +343,7 @@ def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], targe
     if is_split_already(output):
         raise MicrobatchError("output_spec keeps the outputs of the microbatches apart")
     if is_split_already(target):
-        target = merge(targets, pipe._specs["target_spec"], name="target")
+        target = merge(targets, pipe._batches.specs["target_spec"], name="target")
     return output, target
 
 

@@ -6,22 +6,23 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import torch.distributed as dist
 
-from penstock.errors import MicrobatchError, ScheduleError, StageError, StepError
+from penstock.errors import ScheduleError, StageError, StepError
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
+from penstock.runtime.batches import Batches
 from penstock.runtime.clipping import clip_grad_norm_
 from penstock.runtime.custom import Custom, CustomFunction
 from penstock.runtime.data_parallel import in_step, reductions_of
 from penstock.runtime.edges import ABSENT
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
-from penstock.runtime.microbatches import fitting, is_split_already, merge, samples, split_call
+from penstock.runtime.microbatches import merge
 from penstock.runtime.operations import without_history
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.programs import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers
@@ -41,8 +42,13 @@ if TYPE_CHECKING:
 
     from penstock.graph.models import CommModel
     from penstock.ir.actions import Action
+    from penstock.runtime.batches import Batch
     from penstock.runtime.operations import Workplace
     from penstock.runtime.transport.protocol import Transport
+
+#: In seconds: more often than this, the beginning of a step does not ask whether another rank has failed; in the step
+#: it is noticed all the same.
+_ASKED_EVERY: Final = 0.05
 
 
 class Pipeline:
@@ -103,7 +109,7 @@ class Pipeline:
     ) -> None:
         self.transport = transport or _transport(schedule, group, timeout)
         self._loss_fn, self._reduction, self._weight = loss_fn, loss_reduction, loss_weight
-        self._specs = {"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec}
+        specs = {"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec}
         self._output_spec = output_spec
         self._shapes = shapes
         self._verify = verify
@@ -119,6 +125,9 @@ class Pipeline:
             self.compute = schedule
             self.schedule = self._lowered(schedule, self._model())
             self._programs = self._new_programs()
+            self._batches = Batches(
+                self.rank, first=self.has_first, last=self.has_last, microbatches=schedule.microbatches, specs=specs
+            )
             self._reductions = reductions_of(self.schedule)
             self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
             self._check_stages()
@@ -168,19 +177,18 @@ class Pipeline:
         with self._telling, torch.enable_grad(), self._around(training=True):
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
-            batch = self._batch(args, kwargs, target)
-            split = split_call(*batch, self.schedule.microbatches, **self._specs_of(*batch))
-            counts = self._counts(batch, split, varying=self._programs.edges is None or self._shapes == PER_MICROBATCH)
-            program = self._programs.training(*split[:2], counts.samples, self._customized)
-            detached = Detached(*split[:2])
+            varying = self._programs.edges is None or self._shapes == PER_MICROBATCH
+            batch = self._batches.of_step(args, kwargs, target, varying=varying)
+            program = self._programs.training(batch, self._customized)
+            detached = Detached(batch.args, batch.kwargs)
             step = Step(
                 self.schedule.microbatches,
                 args=detached.args,
                 kwargs=detached.kwargs,
-                targets=split[2],
-                shares=self._shares(split[2], counts),
-                samples=counts.samples or (),
-                target_samples=counts.targets or (),
+                targets=batch.targets,
+                shares=self._shares(batch),
+                samples=batch.counts.samples or (),
+                target_samples=batch.counts.targets or (),
                 keep_outputs=return_outputs and self.has_last,
             )
             if self._record is None:
@@ -209,17 +217,16 @@ class Pipeline:
         """
         self._check_usable()
         with self._telling, torch.no_grad(), self._around(training=False):
-            batch = self._batch(args, kwargs, target)
-            count = fitting(*batch, self.schedule.microbatches, **self._specs_of(*batch))
+            batch = self._batches.of_evaluation(args, kwargs, target)
             # A slice of a slice that is made without gradients says that it needs one all the same.
-            split = without_history(split_call(*batch, count, **self._specs_of(*batch)))
-            missing = self.schedule.microbatches - count
-            counts = self._counts(batch, split, varying=True)
+            args_of, kwargs_of, targets = without_history(batch[:3])
+            missing = self.schedule.microbatches - len(kwargs_of)
+            counts = batch.counts
             step = Step(
                 self.schedule.microbatches,
-                args=split[0],
-                kwargs=[*split[1], *[{}] * missing],
-                targets=[*split[2], *[None] * missing],
+                args=args_of,
+                kwargs=[*kwargs_of, *[{}] * missing],
+                targets=[*targets, *[None] * missing],
                 samples=counts.samples or (),
                 target_samples=[*counts.targets, *[0] * missing] if counts.targets else (),
                 keep_outputs=self.has_last,
@@ -373,41 +380,16 @@ class Pipeline:
             return self._record.custom(workplace, self._custom)
         return Custom(self, workplace, self._custom)
 
-    def _batch(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, Any, Any]:
-        """What is to be split, without what this rank does not need."""
-        if self.has_first and not args and not kwargs:
-            raise MicrobatchError(f"rank {self.rank} has the first stage: call step with its arguments", name="args")
-        return args if self.has_first else (), kwargs, target if self.has_last else None
-
-    def _specs_of(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
-        """The specs of what there is here; they are given for all ranks."""
-        given = {"args_spec": bool(args), "kwargs_spec": bool(kwargs), "target_spec": target is not None}
-        return {name: self._specs[name] if there else None for name, there in given.items()}
-
-    def _counts(self, batch: tuple[Any, Any, Any], split: tuple[Any, Any, Any], *, varying: bool) -> Counts:
-        """How many samples there are in each microbatch, by what this rank has; of the arguments only if they vary."""
-        specs = self._specs_of(*batch)
-        args, kwargs, target = batch
-        known = samples(kwargs, split[1], specs["kwargs_spec"]) if kwargs else None
-        if args and varying:
-            known = samples(args, split[0], specs["args_spec"]) or known
-        of_targets = None if target is None else samples(target, split[2], specs["target_spec"])
-        comparable = of_targets is not None and not is_split_already(target)
-        return Counts(
-            known if self.has_first and varying else None, of_targets if comparable else None, of_targets or known
-        )
-
-    def _shares(self, targets: Sequence[Any], counts: Counts) -> Sequence[float]:
+    def _shares(self, batch: Batch) -> Sequence[float]:
         scale = 1.0 if self._scaling is None else self._scaling.begin()
         if not self.has_last:
             return ()
-        if self._programs.samples and counts.targets and list(counts.targets) != list(self._programs.samples):
+        agreed, counts = self._programs.samples, batch.counts
+        if agreed and counts.targets and list(counts.targets) != list(agreed):
             varies = f"; other shapes than in the first step, when this was agreed, need shapes={PER_MICROBATCH!r}"
-            raise unlike_samples(self._programs.samples, counts.targets, varies)
-        return [
-            scale * share
-            for share in shares(self._reduction, targets, counts.known or self._programs.samples, self._weight)
-        ]
+            raise unlike_samples(agreed, counts.targets, varies)
+        found = shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
+        return [scale * share for share in found]
 
     @contextmanager
     def _around(self, *, training: bool) -> Iterator[None]:
@@ -436,7 +418,7 @@ class Pipeline:
     # When something goes wrong --------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        failure = self.transport.failure()
+        failure = self.transport.failure(known=_ASKED_EVERY)
         if failure is not None:
             self._telling.leave_nothing()
             raise dead_error(failure)
@@ -444,20 +426,6 @@ class Pipeline:
     def _action(self) -> Action | None:
         """The action under way."""
         return self._programs.action()
-
-
-class Counts(NamedTuple):
-    """How many samples the microbatches have.
-
-    Attributes:
-        samples: by the arguments of the first stage, if they are here and may vary.
-        targets: by the target, if it has to have as many.
-        known: by whatever there is on this rank.
-    """
-
-    samples: Sequence[int] | None
-    targets: Sequence[int] | None
-    known: Sequence[int] | None
 
 
 def only_compute(schedule: Schedule) -> list[list[Any]]:

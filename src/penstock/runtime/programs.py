@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.ir.actions import Action
+    from penstock.runtime.batches import Batch
     from penstock.runtime.custom import Custom
     from penstock.runtime.edges import Edge
     from penstock.runtime.operations import LossFunction
@@ -69,27 +70,21 @@ class Programs:
         self._loss_fn = loss_fn
         self._made: dict[str, Program] = {}
         self._seen: Any = None
+        self._seen_form: Any = None
 
-    def training(
-        self,
-        args: Sequence[Any],
-        kwargs: Sequence[dict[str, Any]],
-        samples: Sequence[int] | None,
-        customized: Customized,
-    ) -> Program:
+    def training(self, batch: Batch, customized: Customized) -> Program:
         """The program of a step; the first time, all ranks agree on what goes over the edges.
 
         Args:
-            args: the arguments of the first stage for each microbatch, if it is here.
-            kwargs: the keyword arguments of each.
-            samples: how many samples each has, if this rank knows.
+            batch: what this rank has of the batch.
             customized: makes what makes the operations.
         """
-        if 0 in self._stages and self._shapes == INFERRED:
-            self._check_seen(args, kwargs)
+        if 0 in self._stages and self._shapes == INFERRED and (batch.form is None or batch.form != self._seen_form):
+            self._check_seen(batch.args, batch.kwargs)
+            self._seen_form = batch.form
         if "training" not in self._made:
             if self.edges is None:
-                self.edges = self._agreed(args, kwargs, samples)
+                self.edges = self._agreed(batch)
             self._made["training"] = self._compiled(self._schedule, self.edges, self._loss_fn, customized)
         return self._made["training"]
 
@@ -128,13 +123,13 @@ class Programs:
                 f"{_told(self._seen)}; drop a last batch that is smaller, or pass shapes={PER_MICROBATCH!r}"
             )
 
-    def _agreed(
-        self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]], samples: Sequence[int] | None
-    ) -> dict[int, Edge]:
+    def _agreed(self, batch: Batch) -> dict[int, Edge]:
         rank_of = self._schedule.placement.rank_of
         metas: agreeing.Metas | None = None
         if self._shapes == INFERRED:
-            metas, self.samples = agreeing.inferred(self._stages, rank_of, self._transport, args, kwargs, samples)
+            metas, self.samples = agreeing.inferred(
+                self._stages, rank_of, self._transport, batch.args, batch.kwargs, batch.counts.samples
+            )
         elif isinstance(self._shapes, Mapping):
             microbatches = self._schedule.microbatches
             metas = agreeing.given(self._shapes, self._stages, len(rank_of), self._transport, microbatches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -72,6 +73,7 @@ class DistributedTransport:
         self._timeout = timeout
         self._device = torch.device("cpu") if backend == "gloo" else device  # of the bytes that connect sends
         self._failure: Failure | None = None
+        self._asked_at = -math.inf
         self._lock = threading.Lock()
         self._connecting = self._closed = False
         store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
@@ -140,9 +142,13 @@ class DistributedTransport:
         self._board.stay()
         return winning
 
-    def failure(self) -> Failure | None:
-        """The failure that was told, if any. Asks the store: once in a step, not once in an action."""
-        if self._failure is None and not self._closed:
+    def failure(self, *, known: float = 0.0) -> Failure | None:
+        """The failure that was told, if any.
+
+        Asks the store, which takes as long as many an action; not if that was done less than `known` seconds ago.
+        """
+        if self._failure is None and not self._closed and time.monotonic() - self._asked_at >= known:
+            self._asked_at = time.monotonic()
             try:
                 found = self._board.failure()
             except RuntimeError as error:

@@ -91,8 +91,8 @@ class Transport(Protocol):
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
 
-    def failure(self) -> Failure | None:
-        """The failure that was told, if any."""
+    def failure(self, *, known: float = 0.0) -> Failure | None:
+        """The failure that was told, if any. What was asked less than `known` seconds ago is not asked again."""
 
     def explain(self, error: BaseException) -> Failure | None:
         """The failure behind an error that a wait raised, if the transport itself or another rank is the cause."""

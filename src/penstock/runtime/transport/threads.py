@@ -70,7 +70,7 @@ class ThreadTransport:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
         return self._switchboard.fail(failure)
 
-    def failure(self) -> Failure | None:
+    def failure(self, *, known: float = 0.0) -> Failure | None:  # noqa: ARG002 (to be asked takes no time here)
         """The failure that was told, if any."""
         return self._switchboard.failure
 
