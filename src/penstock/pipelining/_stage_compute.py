@@ -122,9 +122,10 @@ class StageCompute(StageEdges):
         self._check_chunk_id(bwd_chunk_id)
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
         by_keyword = self._by_keyword.pop(bwd_chunk_id, 0)
+        is_first, is_last = self.is_first, self.is_last
         beginning = {
-            "stage_output": loss if self.is_last else outputs,
-            "output_grads": None if self.is_last else self._output_gradients(bwd_chunk_id, outputs),
+            "stage_output": loss if is_last else outputs,
+            "output_grads": None if is_last else self._output_gradients(bwd_chunk_id, outputs),
             # Arguments by keyword belong to the user, and so do their gradients.
             "input_values": inputs[:-by_keyword] if by_keyword else inputs,
         }
@@ -132,14 +133,14 @@ class StageCompute(StageEdges):
             gradients, _ = self._backward("full", beginning, last_backward)
             if self.dw_builder:
                 self._run_or_keep(bwd_chunk_id, full_backward)
-            if self.is_last:  # a loss that is kept would keep the inputs
-                _cut_off((loss,) if self.is_first else (*outputs, loss))
+            if is_last:  # a loss that is kept would keep the inputs
+                _cut_off((loss,) if is_first else (*outputs, loss))
         else:
             gradients = self._input_half(bwd_chunk_id, beginning, outputs, last_backward)
         received = self._stage_meta.inputs
         if received is not None and len(gradients) > len(received):  # the others are for whoever has put in more
             gradients = gradients[: len(received)]
-        if self._runtime_validate and not self.is_first:
+        if self._runtime_validate and not is_first:
             what = f"Stage {self.stage_index} backward output (input_grads)"
             self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients

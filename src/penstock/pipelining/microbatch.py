@@ -91,6 +91,12 @@ def split_args_kwargs_into_chunks(
             dimension 0, and anything else is given to every microbatch.
         kwargs_chunk_spec: the same for the keyword arguments.
     """
+    if not kwargs and args_chunk_spec is None and _are_tensors(args):
+        spec = TensorChunkSpec(DEFAULT_CHUNK_DIM)
+        count = min([chunks, *(_samples(tensor, spec) for tensor in args)])
+        if count > 0:
+            columns = [_split_tensor(tensor, spec, count) for tensor in args]
+            return list(zip(*columns, strict=True)), [{} for _ in range(count)]
     by_place, by_name = _Values.of(tuple(args), args_chunk_spec), _Values.of(kwargs or {}, kwargs_chunk_spec)
     count = min(by_place.most(chunks), by_name.most(chunks))
     return by_place.split(count), by_name.split(count)
@@ -105,6 +111,8 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     >>> merge_chunks([(torch.ones(1), 5), (torch.ones(2), 5)], (TensorChunkSpec(0), None))
     (tensor([1., 1., 1.]), 5)
     """
+    if chunk_spec is None and _are_tensors(chunks):
+        return _merged(TensorChunkSpec(DEFAULT_CHUNK_DIM), chunks)
     rows = [flattened(chunk)[0] for chunk in chunks]
     if chunk_spec is None:
         treespec = flattened(chunks[0])[1]
@@ -118,6 +126,14 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
             )
     columns: list[list[Any]] = [[row[index] for row in rows] for index in range(len(specs))]
     return tree_unflatten([_merged(*pair) for pair in zip(specs, columns, strict=True)], treespec)
+
+
+def _are_tensors(values: Sequence[Any]) -> bool:
+    """Whether there are plain tensors, and nothing else: as most often, and then quickly done."""
+    for value in values:
+        if type(value) is not torch.Tensor:
+            return False
+    return bool(values)
 
 
 def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: Any, num_chunks: int) -> list[dict[Any, Any]]:
