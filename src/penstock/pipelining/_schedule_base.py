@@ -80,7 +80,7 @@ class _PipelineSchedule(ABC):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """The loss of a microbatch, if the stage is the last and there is a loss function."""
-        if stage.is_last and self._loss_fn is not None:
+        if self._loss_fn is not None and stage.is_last:
             if target_mbs is None:
                 raise TypeError("there is a loss function, but no target: give target= on the rank of the last stage")
             loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
@@ -89,7 +89,7 @@ class _PipelineSchedule(ABC):
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
         """The loss of a microbatch; None if the stage is not the last, or there is no loss function."""
-        if not stage.is_last or self._loss_fn is None or not self._internal_losses:
+        if self._loss_fn is None or not self._internal_losses or not stage.is_last:
             return None
         place = self._loss_places.get(mb_index, mb_index)
         if not 0 <= place < len(self._internal_losses):

@@ -183,15 +183,16 @@ class StageCompute(StageEdges):
         self, microbatch: int, beginning: dict[str, Any], outputs: tuple[Any, ...], last_backward: bool
     ) -> Gradients:
         self.dw_runner[microbatch] = _nothing
+        is_last = self.is_last
         if self.is_first:  # nobody waits for a gradient: all of it can wait
             inputs = beginning["input_values"]
             self.backward_state[microbatch] = inputs, None, beginning["stage_output"], beginning["output_grads"]
             return (None,) * len(inputs)
-        if self.is_last:
+        if is_last:
             beginning["stage_output"] = (beginning["stage_output"],)
         gradients, left = self._backward("input", beginning, last_backward)
         # What lives on is cut off later: the second half may need what is in its graph.
-        living = (*outputs, *beginning["stage_output"]) if self.is_last else ()
+        living = (*outputs, *beginning["stage_output"]) if is_last else ()
         kept = [weakref.ref(one) for one in living if isinstance(one, torch.Tensor)]
         self.backward_state[microbatch] = (), left, kept, None
         return gradients
@@ -262,8 +263,8 @@ class StageCompute(StageEdges):
 
     def _input_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, list[dict[str, Any]]]:
         inputs = beginning["input_values"]
-        wanted = [one for one in inputs if _needs_gradient(one)]
-        if not self._parallel.divisible or not all(one.is_leaf for one in wanted):
+        wanted = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
+        if not all(one.is_leaf for one in wanted) or not (self._is_plain or self._parallel.divisible):
             return self._full_backward(beginning, of_any_size=True)[0], [{_LEFT: _nothing}]
         self._watch_gradients()
         try:
@@ -272,8 +273,10 @@ class StageCompute(StageEdges):
         except Exception as error:
             raise self._failure("backward input", beginning, error) from error
         self._own_gradients()
-        each = iter(found)
-        return tuple([next(each) if _needs_gradient(one) else None for one in inputs]), [{_LEFT: left}]
+        if len(wanted) < len(inputs):
+            each = iter(found)
+            found = [next(each) if _needs_gradient(one) else None for one in inputs]
+        return tuple(found), [{_LEFT: left}]
 
     def _halved(
         self,
