@@ -102,3 +102,22 @@ def test_a_rank_in_the_middle_needs_nothing() -> None:
         batch = several.of_step((torch.ones(4),), {}, torch.ones(4), varying=True)
         assert batch[:3] == ([(), ()], [{}, {}], [None, None])
         assert batch.counts == (None, None, None)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_that_is_replicated_is_not_looked_into() -> None:
+    several = batches(2, args_spec=(None, Replicate))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for _ in range(2):
+        batch = several.of_step((torch.ones(4), nested), {}, None, varying=True)
+        assert [args[1] is nested for args in batch.args] == [True, True]
+
+
+def test_specs_are_those_that_were_given() -> None:
+    given: list[Any] = [TensorChunkSpec(0)]
+    several = batches(2, args_spec=given)
+    several.of_step((torch.ones(4, 6),), {}, None, varying=True)
+    given[0] = TensorChunkSpec(1)
+    for shape in ((4, 6), (8, 6)):
+        batch = several.of_step((torch.ones(shape),), {}, None, varying=True)
+        assert batch.args[0][0].shape == (shape[0] // 2, 6)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import penstock as ps
-from penstock.errors import PenstockError, StepError
+from penstock.errors import PenstockError, StepError, TransportError
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Microbatches, Pipeline, Stage, edges, run_in_threads
 from penstock.runtime.metadata import EdgeMeta, TensorMeta
@@ -252,6 +252,31 @@ def test_many_killed_ranks(tmp_path):
     print(f"{len(slowest)} kills, known after {max(slowest):.2f} s at most, {sorted(slowest)[21]:.2f} s as a rule")  # noqa: T201
     print("\n".join(sorted(seen)))  # noqa: T201
     assert max(slowest) < SOON
+
+
+def dies_while_ranks_connect(rank, ranks, *, group):
+    """Before its address is known, or after; in both cases gloo does not say whom it waits for."""
+    own_group = distributed.OwnGroup
+
+    def dying(*args):
+        threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        own_group(*args)
+        time.sleep(60)
+
+    if rank == 0:
+        distributed.OwnGroup = dying
+    with pytest.raises(TransportError) as caught:
+        distributed.DistributedTransport(group, timeout=3.0)
+    return caught.value.peer, str(caught.value)
+
+
+def test_a_rank_that_is_killed_while_ranks_connect_is_named_by_all():
+    with Workers(3) as pool:
+        first, *others = pool.run(dies_while_ranks_connect, ranks=3, limit=30, deaths=True)
+    assert first == Ended(0, -signal.SIGKILL)
+    for peer, told in others:
+        assert "rank 0, which may have been killed" in told, told
+        assert peer == 0
 
 
 # A rank that stalls ---------------------------------------------------------------------------------------------------

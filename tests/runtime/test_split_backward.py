@@ -523,6 +523,74 @@ def test_saved_tensors_elsewhere_for_some_microbatches() -> None:
     assert [len(cut.points.places) for cut in split._cuts] == [2, 0]
 
 
+def test_an_output_less_in_some_microbatches() -> None:
+    """Of the one that is left, places that are known in the larger graph are not there."""
+
+    def run(self: Any, x: torch.Tensor, both: torch.Tensor) -> Any:
+        h = self.first(x)
+        return (h * h, self.last(h)) if both.any() else self.last(h)
+
+    module = Calling(run, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    other = copy.deepcopy(module)
+    split = SplitBackward()
+    for number in (1, 0, 1, 0):
+        args = [x_of(5, 4, seed=number), torch.tensor([number])]
+        found, weights = first_half(split, module, args)
+        weights()
+        equal(found, whole(other, args))
+        equal(gradients(module), gradients(other))
+
+
+@pytest.mark.parametrize("second", [(1, 3), (5, 3), (5, 1)])
+def test_a_bias_of_other_dimensions_in_some_microbatches(second) -> None:
+    """The graph has the same form: which bias it is, a module may choose."""
+
+    def run(self: Any, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.other if which.any() else self.vector, x, self.weight.t())
+
+    module = Calling(run, weight=(3, 4), vector=3, other=second)
+    other = copy.deepcopy(module)
+    split = SplitBackward()
+    for number in (0, 1, 0, 1):
+        args = [x_of(5, 4, seed=number), torch.tensor([number])]
+        found, weights = first_half(split, module, args)
+        weights()
+        equal(found, whole(other, args))
+        equal(gradients(module), gradients(other))
+    assert [len(cut.points.places) for cut in split._cuts] == [1, 1]
+
+
+@pytest.mark.parametrize("attribute", [7, torch.ones(3)])
+def test_a_function_with_an_attribute_of_a_leaf(attribute) -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            ctx.variable = attribute
+            return value * 2
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    run = lambda self, x: torch.addmm(Doubled.apply(self.bias), x, self.weight.t())  # noqa: E731
+    check(Calling(run, weight=(3, 4), bias=(1, 3)), x_of(5, 4))
+
+
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_a_sparse_weight(sparse) -> None:
+    weight = sparse(torch.eye(4, dtype=torch.float64)).requires_grad_()
+    x = x_of(5, 4)
+    root = get_gradient_edge(torch.mm(x, weight))
+    found, weights = SplitBackward().input_backward([root], [torch.ones(5, 4, dtype=torch.float64)], [x])
+    weights()
+    equal(found, [torch.ones(5, 4, dtype=torch.float64)])
+    assert weight.grad is not None
+    expected = x.detach().sum(0, keepdim=True).T * torch.ones(4, 4, dtype=torch.float64)
+    there = torch.eye(4, dtype=torch.bool)
+    equal([weight.grad.to_dense()[there]], [expected[there]])
+
+
 def test_autocast() -> None:
     """Casts of weights are kept for the whole forward, so that two layers with one weight share a node."""
     torch.set_default_dtype(torch.float32)

@@ -112,7 +112,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     (tensor([1., 1., 1.]), 5)
     """
     if chunk_spec is None and _are_tensors(chunks):
-        return _merged(TensorChunkSpec(DEFAULT_CHUNK_DIM), chunks)
+        return _merged(TensorChunkSpec(DEFAULT_CHUNK_DIM), list(chunks))
     rows = [flattened(chunk)[0] for chunk in chunks]
     if chunk_spec is None:
         treespec = flattened(chunks[0])[1]
@@ -133,7 +133,7 @@ def _are_tensors(values: Sequence[Any]) -> bool:
     for value in values:
         if type(value) is not torch.Tensor:
             return False
-    return bool(values)
+    return len(values) > 0
 
 
 def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: Any, num_chunks: int) -> list[dict[Any, Any]]:

@@ -6,6 +6,7 @@ every step, so it is found once, and a batch of the same form is only cut.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ class Batches:
         self._first = first
         self._last = last
         self._microbatches = microbatches
-        self.specs = specs
+        self.specs = deepcopy(specs)  # how batches are cut must not change
         self._known: _Known | None = None
 
     def of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, varying: bool) -> Batch:
@@ -151,6 +152,6 @@ def _form(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, varying: b
     if kwargs or splitter_of(torch.Tensor) is not None:
         return None
     for tensor in tensors:
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return None
     return varying, target is None, [(tensor.shape, tensor.dtype) for tensor in tensors]

@@ -146,7 +146,7 @@ def _points(
         if not numbers:
             continue
         rule = rule_for(nodes[place], numbers)
-        if rule is not None and rule.operands([nodes[place]]) is not None:
+        if rule is not None and rule.operands([nodes[place]], [nodes[place].next_functions]) is not None:
             points[place] = numbers, rule
         else:
             combined += _at(below[place], numbers)

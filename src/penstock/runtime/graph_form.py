@@ -31,10 +31,12 @@ class Form(NamedTuple):
     """The form of a graph. Nodes are told by their place in the walk.
 
     Attributes:
+        roots: at how many nodes the walk begins.
         kinds: the types of the nodes.
         steps: how to go on from each of them; None for a leaf.
     """
 
+    roots: int
     kinds: list[type]
     steps: list[Step | None]
 
@@ -43,7 +45,7 @@ class Form(NamedTuple):
         """The form of the graph below some nodes, its nodes, and for each the places of its children. O(edges)."""
         nodes = list(beginnings)
         seen: dict[Node | None, int] = {node: place for place, node in enumerate(nodes)} | {None: NOWHERE}
-        form = cls([], [])
+        form = cls(len(nodes), [], [])
         below: list[list[int]] = []
         for node in nodes:
             form.kinds.append(type(node))
@@ -65,12 +67,15 @@ class Form(NamedTuple):
     def matched(self, beginnings: list[Node]) -> list[Node] | None:
         """The nodes of another graph in the order of the walk, if it has this form. O(edges).
 
-        The walk takes the types for granted; they are compared at the end, all at once.
+        The walk begins with as many nodes as the form has, and every step adds as many as there; so all places that
+        are known are there when they are asked for. Types are compared at the end, all at once.
         """
+        if len(beginnings) != self.roots:
+            return None
         nodes: list[Any] = list(beginnings)
         add = nodes.append
         try:
-            for node, step in zip(nodes, self.steps, strict=False):  # while nodes grow
+            for node, step in zip(nodes, self.steps, strict=False):  # nodes are added meanwhile
                 if step is _ONWARD:  # most often
                     ((child, _),) = node.next_functions
                     add(child)

@@ -15,10 +15,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import bmm, mm
 
+from penstock.runtime.graph_form import LEAF
+
 #: Gradients from that of the output and the operand.
 Make = Callable[[torch.Tensor, Any], list[torch.Tensor]]
-#: The operands of nodes; None if one of them has to make its gradients itself. All at once, since there are many.
-Operands = Callable[[Sequence[Any]], list[Any] | None]
+#: The operands of nodes, from these and the edges of each; None if one of them has to make its gradients itself, or in
+#: another way. All at once, since there are many.
+Operands = Callable[[Sequence[Any], Sequence[Any]], list[Any] | None]
 
 
 class Rule(NamedTuple):
@@ -29,7 +32,7 @@ class Rule(NamedTuple):
 
 
 def rule_for(node: Any, wanted: Sequence[int]) -> Rule | None:
-    """The rule for the edges with these numbers of a node, and of all nodes at this place of such graphs."""
+    """The rule for the edges with these numbers of a node, and of nodes at this place of such graphs; None without."""
     maker = _RULES.get((type(node).__name__, tuple(wanted)))
     return None if maker is None else maker(node)
 
@@ -38,7 +41,7 @@ _data: Final = attrgetter("data")
 _unpack_hook: Final = attrgetter("unpack_hook")
 _layout: Final = attrgetter("layout")
 _STRIDED: Final = {torch.strided}
-_ONES: Final = {1, (1, 1)}
+_ONE: Final = {1}
 
 
 def _saved(name: str, *factors: str) -> Operands:
@@ -47,11 +50,12 @@ def _saved(name: str, *factors: str) -> Operands:
     None if it is to be had by a hook only, which the node has to call; or if it is sparse, which has rules of its own.
     Whether it has been changed since it was saved is not asked here: the engine asks when it comes by the node.
     """
-    saved, factors_of = attrgetter(f"_raw_saved_{name}"), attrgetter(*(f"_saved_{factor}" for factor in factors or "?"))
+    saved = attrgetter(f"_raw_saved_{name}")
+    of_each = [attrgetter(f"_saved_{factor}") for factor in factors]
 
-    def operands(nodes: Sequence[Any]) -> list[Any] | None:
+    def operands(nodes: Sequence[Any], _edges: Sequence[Any]) -> list[Any] | None:
         found = list(map(saved, nodes))
-        if any(map(_unpack_hook, found)) or (factors and not _ONES.issuperset(map(factors_of, nodes))):
+        if any(map(_unpack_hook, found)) or not all(_ONE.issuperset(map(factor, nodes)) for factor in of_each):
             return None
         values = list(map(_data, found))
         if not _STRIDED.issuperset(map(_layout, values)):
@@ -64,7 +68,16 @@ def _saved(name: str, *factors: str) -> Operands:
     return operands
 
 
-def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[Any] | None:
+def _with_vector(find: Operands) -> Operands:
+    """The same where the first edge of every node leads to a leaf with one dimension."""
+
+    def operands(nodes: Sequence[Any], edges: Sequence[Any]) -> list[Any] | None:
+        return find(nodes, edges) if all(_is_vector(row[0][0]) for row in edges) else None
+
+    return operands
+
+
+def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any], _edges: Sequence[Any]) -> list[Any] | None:
     if any(node._raw_saved_input.unpack_hook or node._raw_saved_weight.unpack_hook for node in nodes):
         return None
     settings = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
@@ -79,14 +92,20 @@ def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[A
     ]
 
 
-def _make_right(node: Any) -> Make:
-    return _turned if _is_turned(node) else _right
+def _right_of(find: Operands, node: Any) -> Rule | None:
+    if not node._saved_mat2_sym_strides:  # sparse
+        return None
+    return Rule(find, _turned if _is_turned(node) else _right)
 
 
-def _make_right_and_bias(node: Any) -> Make:
+def _right_and_bias_of(node: Any) -> Rule | None:
+    if not node._saved_mat2_sym_strides:
+        return None
     if not _is_turned(node):
-        return _right_and_bias
-    return _turned_and_sum if _is_vector(node.next_functions[0][0]) else _turned_and_bias
+        return Rule(_ADDMM_LEFT_AND_BIAS, _right_and_bias)
+    if _is_vector(node.next_functions[0][0]):
+        return Rule(_ADDMM_LEFT_AND_VECTOR, _turned_and_sum)
+    return Rule(_ADDMM_LEFT_AND_BIAS, _turned_and_bias)
 
 
 def _is_turned(node: Any) -> bool:
@@ -95,9 +114,8 @@ def _is_turned(node: Any) -> bool:
 
 
 def _is_vector(node: Any) -> bool:
-    """Whether a node is that of a leaf with one dimension. A bias that had more later, the engine would refuse."""
-    leaf = getattr(node, "variable", None)
-    return leaf is not None and leaf.dim() == 1
+    """Whether a node is that of a leaf with one dimension."""
+    return type(node).__name__ == LEAF and node.variable.dim() == 1
 
 
 def _right(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
@@ -140,29 +158,27 @@ def _convolved(wanted: Sequence[int], gradient: torch.Tensor, operands: Any) -> 
     return [made[number] for number in wanted]
 
 
-def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule]:
+def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule | None]:
     rule = Rule(operands, make)
     return lambda _node: rule
-
-
-def _chosen(operands: Operands, make_for: Callable[[Any], Make]) -> Callable[[Any], Rule]:
-    return lambda node: Rule(operands, make_for(node))
 
 
 _MM_LEFT: Final = _saved("self")
 _ADDMM_LEFT: Final = _saved("mat1", "alpha")
 _ADDMM_LEFT_AND_BIAS: Final = _saved("mat1", "alpha", "beta")
+_ADDMM_LEFT_AND_VECTOR: Final = _with_vector(_ADDMM_LEFT_AND_BIAS)
 #: By the name of the node's type and the numbers of its edges that lead to weights. The factors of ``addmm`` are those
 #: of ``beta * bias + alpha * left @ right``.
-_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule]]] = {
+_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule | None]]] = {
     ("MmBackward0", (0,)): _fixed(_saved("mat2"), _left),
-    ("MmBackward0", (1,)): _chosen(_MM_LEFT, _make_right),
+    ("MmBackward0", (1,)): partial(_right_of, _MM_LEFT),
     ("BmmBackward0", (0,)): _fixed(_saved("mat2"), _lefts),
     ("BmmBackward0", (1,)): _fixed(_MM_LEFT, _rights),
     ("AddmmBackward0", (1,)): _fixed(_saved("mat2", "alpha"), _left),
-    ("AddmmBackward0", (2,)): _chosen(_ADDMM_LEFT, _make_right),
-    ("AddmmBackward0", (0, 2)): _chosen(_ADDMM_LEFT_AND_BIAS, _make_right_and_bias),
-} | {
-    ("ConvolutionBackward0", wanted): _fixed(partial(_convolution_operands, wanted), partial(_convolved, wanted))
-    for wanted in ((1,), (2,), (1, 2))
+    ("AddmmBackward0", (2,)): partial(_right_of, _ADDMM_LEFT),
+    ("AddmmBackward0", (0, 2)): _right_and_bias_of,
+    **{
+        ("ConvolutionBackward0", wanted): _fixed(partial(_convolution_operands, wanted), partial(_convolved, wanted))
+        for wanted in ((1,), (2,), (1, 2))
+    },
 }

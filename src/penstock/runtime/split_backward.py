@@ -208,14 +208,14 @@ def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor) -> _Split | 
     """The cut of one microbatch's graph; None if something about its nodes forbids it."""
     points = cut.points
     at = [nodes[place] for place in points.places]
+    rows = [node.next_functions for node in at]
     operands: list[Any] = [None] * len(at)
     for find, numbers in points.groups:
-        found = find([at[number] for number in numbers])
+        found = find([at[number] for number in numbers], [rows[number] for number in numbers])
         if found is None:
             return None
         for number, operand in zip(numbers, found, strict=True):
             operands[number] = operand
-    rows = [node.next_functions for node in at]
     outputs = _handed_over(at, carrier)
     return _Split(
         [nodes[place] for place in cut.now],

@@ -81,6 +81,20 @@ class Board:
         except (KeyError, TypeError, ValueError):
             return None
 
+    def tell_connected(self) -> None:
+        """Say that this rank has connected to the others, or has given up."""
+        self._store.set(f"connected/{self._rank}", "")
+
+    def silent(self, grace: float) -> list[int]:
+        """The ranks that have said neither, though they were given `grace` seconds more."""
+        deadline = time.monotonic() + grace
+        left = [rank for rank in range(self._ranks) if rank != self._rank]
+        while left := [rank for rank in left if not self._store.check([f"connected/{rank}"])]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        return left
+
     def acknowledge(self) -> None:
         """Say that this rank knows of the failure."""
         self._knows_since = time.monotonic()

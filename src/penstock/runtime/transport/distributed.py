@@ -37,6 +37,8 @@ Posted = TypeVar("Posted")
 _BACKEND_GRACE: Final = {"gloo": 1.0}
 _UNKNOWN_GRACE: Final = 60.0  # e.g. NCCL counts from when a transfer is posted, not from when it is waited for
 _MAILBOX_GRACE: Final = 1.0
+#: How long after this rank all others give up connecting, too.
+_SILENCE: Final = 0.5
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 1.5
 
@@ -85,6 +87,7 @@ class DistributedTransport:
             self._group = OwnGroup(parent, PrefixStore("group", store), timedelta(seconds=timeout + grace), backend)
         except RuntimeError as error:
             raise self._not_connected(error) from error
+        self._board.tell_connected()
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
         watch = Watch(self, self._board, timeout)
@@ -235,9 +238,13 @@ class DistributedTransport:
             raise TransportError(f"tensors cannot go from rank to rank: {told}; let all be on one kind of device")
 
     def _not_connected(self, error: RuntimeError) -> TransportError:
-        awaited = re.search(r"keys: \S*/(\d+)$", str(error))  # gloo waits for the address of a rank
-        peer = int(awaited[1]) if awaited and int(awaited[1]) < self.ranks else None
-        whom = "its peers" if peer is None else f"rank {peer}, which may have been killed"
+        silent: list[int] = []
+        with suppress(RuntimeError):
+            self._board.tell_connected()
+            silent = self._board.silent(_SILENCE)
+        peer = silent[0] if len(silent) == 1 else None
+        ranks = ", ".join(f"rank {rank}" for rank in silent)
+        whom = f"{ranks}, which may have been killed" if silent else "its peers"
         told = f"rank {self.rank} cannot connect to {whom} ({_reason(error)})"
         with suppress(RuntimeError):
             self._board.tell_failure(Failure(self.rank, told))
