@@ -255,16 +255,17 @@ def test_many_killed_ranks(tmp_path):
 
 
 def dies_while_ranks_connect(rank, ranks, *, group):
-    """Before its address is known, or after; in both cases gloo does not say whom it waits for."""
+    """When the others know its address, and have not used it yet."""
     own_group = distributed.OwnGroup
 
-    def dying(*args):
-        threading.Timer(0.003, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        own_group(*args)
-        time.sleep(60)
+    def connecting(*args):
+        if rank == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            time.sleep(0.4)
+        return own_group(*args)
 
-    if rank == 0:
-        distributed.OwnGroup = dying
+    distributed.OwnGroup = connecting
     with pytest.raises(TransportError) as caught:
         distributed.DistributedTransport(group, timeout=3.0)
     return caught.value.peer, str(caught.value)

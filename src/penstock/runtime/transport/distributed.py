@@ -38,7 +38,7 @@ _BACKEND_GRACE: Final = {"gloo": 1.0}
 _UNKNOWN_GRACE: Final = 60.0  # e.g. NCCL counts from when a transfer is posted, not from when it is waited for
 _MAILBOX_GRACE: Final = 1.0
 #: How long after this rank all others give up connecting, too.
-_SILENCE: Final = 0.5
+_SILENCE: Final = 0.3
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 1.5
 
