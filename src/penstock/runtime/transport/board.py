@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _VERSION: Final = 1
 _FAILURE: Final = "failure"
+_ASKED: Final = "who is there"
 #: How many seconds a rank stays for the others to learn of a failure.
 _STAY: Final = 0.75
 #: Longer messages are cut in the middle; tracebacks at their beginning, the end says most.
@@ -81,15 +82,20 @@ class Board:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def tell_connected(self) -> None:
-        """Say that this rank has connected to the others, or has given up."""
-        self._store.set(f"connected/{self._rank}", "")
+    def tell_alive(self) -> None:
+        """Say that this rank is there, while ranks connect."""
+        self._store.set(f"alive/{self._rank}", "")
+
+    def is_asked(self) -> bool:
+        """Whether another rank wants to know who is there."""
+        return bool(self._store.check([_ASKED]))
 
     def silent(self, grace: float) -> list[int]:
-        """The ranks that have said neither, though they were given `grace` seconds more."""
+        """Ask who is there; the ranks that have not answered after `grace` seconds."""
+        self._store.set(_ASKED, "")
         deadline = time.monotonic() + grace
         left = [rank for rank in range(self._ranks) if rank != self._rank]
-        while left := [rank for rank in left if not self._store.check([f"connected/{rank}"])]:
+        while left := [rank for rank in left if not self._store.check([f"alive/{rank}"])]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)

@@ -37,8 +37,9 @@ Posted = TypeVar("Posted")
 _BACKEND_GRACE: Final = {"gloo": 1.0}
 _UNKNOWN_GRACE: Final = 60.0  # e.g. NCCL counts from when a transfer is posted, not from when it is waited for
 _MAILBOX_GRACE: Final = 1.0
-#: How long after this rank all others give up connecting, too.
-_SILENCE: Final = 0.3
+#: How long a rank that is there may take to say so, and how often it looks whether it is asked.
+_SILENCE: Final = 0.4
+_GLANCE: Final = 0.1
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 1.5
 
@@ -82,12 +83,8 @@ class DistributedTransport:
         self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
         self._board = Board(own_connection(store), self.rank, self.ranks)
         self._meet(backend)
-        grace = _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
-        try:
-            self._group = OwnGroup(parent, PrefixStore("group", store), timedelta(seconds=timeout + grace), backend)
-        except RuntimeError as error:
-            raise self._not_connected(error) from error
-        self._board.tell_connected()
+        self._group = self._connected(parent, PrefixStore("group", store), backend)
+        self._board.tell_alive()
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
         watch = Watch(self, self._board, timeout)
@@ -237,10 +234,51 @@ class DistributedTransport:
             told = ", ".join(f"rank {rank} by {name.decode()}" for rank, name in enumerate(backends))
             raise TransportError(f"tensors cannot go from rank to rank: {told}; let all be on one kind of device")
 
+    def _connected(self, parent: dist.ProcessGroup, store: PrefixStore, backend: str) -> OwnGroup:
+        """Connections of this transport's own.
+
+        gloo tries for five times as long as it is told, and says nothing of a rank that has died meanwhile. So a thread
+        waits for it, which is left to itself when time is up. Others may mind on which thread they are made.
+        """
+        limit = self._timeout + _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
+        make = partial(OwnGroup, parent, store, timedelta(seconds=limit), backend)
+        try:
+            return self._made_meanwhile(make, limit) if backend == "gloo" else make()
+        except PenstockError:
+            raise
+        except RuntimeError as error:
+            raise self._not_connected(error) from error
+
+    def _made_meanwhile(self, make: Callable[[], Posted], limit: float) -> Posted:
+        """What another thread makes, while this one answers who is there and hears of failures."""
+        made: list[Posted | BaseException] = []
+
+        def attempt() -> None:
+            try:
+                made.append(make())
+            except BaseException as error:  # it is raised by whoever waits
+                made.append(error)
+
+        thread = threading.Thread(target=attempt, name=f"penstock connects rank {self.rank}", daemon=True)
+        thread.start()
+        deadline = time.monotonic() + limit
+        thread.join(_GLANCE)
+        while thread.is_alive() and time.monotonic() < deadline:
+            if self._board.is_asked():
+                self._board.tell_alive()
+                if (failure := self._board.failure()) is not None:
+                    raise step_error(failure)
+            thread.join(_GLANCE)
+        if not made:
+            raise RuntimeError(f"not within {limit:g} s")
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made[0]
+
     def _not_connected(self, error: RuntimeError) -> TransportError:
         silent: list[int] = []
         with suppress(RuntimeError):
-            self._board.tell_connected()
+            self._board.tell_alive()
             silent = self._board.silent(_SILENCE)
         peer = silent[0] if len(silent) == 1 else None
         ranks = ", ".join(f"rank {rank}" for rank in silent)
