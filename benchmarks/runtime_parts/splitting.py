@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections import defaultdict
+from statistics import median
 from time import thread_time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,10 +33,8 @@ MICROBATCHES = ((4, 128), (1, 32))
 JUDGED = {(256, MICROBATCHES[0]), (32, MICROBATCHES[0]), (32, MICROBATCHES[1])}
 #: The ratio with many blocks over that with few: more than this is growth, less is noise.
 GROWTH = 1.1
-#: Seconds; and how many turns there are for each repeat: short ones, so that all see the same moments.
-SHORTEST_TURN = 0.05
-TURNS = 4
-SEED = 7
+#: Seconds.
+SHORTEST_TURN = 0.2
 
 
 class Size(NamedTuple):
@@ -64,6 +62,23 @@ class Halves(NamedTuple):
         return self.first + self.second
 
 
+class Turn(NamedTuple):
+    """A way, and the whole backwards between."""
+
+    way: Halves
+    whole: Halves
+
+    @property
+    def backward(self) -> float:
+        """The backward of the way over the whole one."""
+        return self.way.backward / self.whole.backward
+
+    @property
+    def all(self) -> float:
+        """The same with the forwards."""
+        return (self.way.forward + self.way.backward) / (self.whole.forward + self.whole.backward)
+
+
 def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | None = None) -> Report:
     """CPU time of I + W over that of a whole backward: torch's, the plain way, ours.
 
@@ -79,12 +94,14 @@ def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | No
     (found,) = on_ranks(1, measure, repeats, sizes, ways or {})
     made = Report(
         "c",
-        f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats * TURNS}",
+        f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats}",
         [
             "whole: milliseconds of a whole backward; gradients are added to those that are there, as in a step",
             "plain: as in the loop, the gradient of the input with the graph kept, then a backward for the weights",
             *(["bare: ours over a whole backward with no stage around it"] if "bare" in (ways or {}) else []),
-            "all: forward + I + W over forward + whole backward; ratios turn by turn, with quartiles",
+            "all: forward + I + W over forward + whole backward",
+            "a way alternates with whole backwards, call by call: each finds the caches as the other leaves them;",
+            "then it is the next one's turn; ratios turn by turn, with quartiles",
         ],
     )
     for size in sizes:
@@ -96,7 +113,7 @@ def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | No
 
 def measure(
     _rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size], makers: dict[str, Callable[[], Way]]
-) -> dict[Size, dict[str, list[Halves]]]:
+) -> dict[Size, dict[str, list[Turn]]]:
     """In one process."""
     found = {}
     for size in sizes:
@@ -105,24 +122,28 @@ def measure(
         x = torch.randn(size.rows, size.length, size.width)
         ways = {name: make() for name, make in (_BARE | makers).items()}
         _same(ways, stage, x)
-        count = max(1, int(SHORTEST_TURN / max(1e-4, ways["whole"](stage, x, x).backward)))
-        turns: dict[str, list[Halves]] = defaultdict(list)
-        order = random.Random(SEED)
+        reference = ways.pop("whole")
+        count = max(2, int(SHORTEST_TURN / max(1e-4, reference(stage, x, x).backward)))
+        turns: dict[str, list[Turn]] = defaultdict(list)
         gc.collect()
         gc.freeze()  # what is there already is not the collector's business
-        for _ in range(repeats * TURNS):
-            for name in order.sample(list(ways), len(ways)):  # none has always what the same other one leaves
+        for _ in range(repeats):
+            for name, way in ways.items():
                 gc.collect()
-                turns[name].append(_turn(ways[name], stage, x, count))
+                turns[name].append(_turn(way, reference, stage, x, count))
         gc.unfreeze()
         found[size] = dict(turns)
     return found
 
 
-def _turn(way: Way, stage: nn.Module, x: torch.Tensor, count: int) -> Halves:
-    """One way some times in a row, as a stage is asked in a step: the mean."""
-    several = [way(stage, x, x) for _ in range(count)]
-    return Halves(*(sum(parts) / count for parts in zip(*several, strict=True)))
+def _turn(way: Way, reference: Way, stage: nn.Module, x: torch.Tensor, count: int) -> Turn:
+    """A way and the reference by turns, some times; who begins changes. The means."""
+    way(stage, x, x)
+    several: tuple[list[Halves], list[Halves]] = ([], [])
+    for number in range(count):
+        for which in (number % 2, 1 - number % 2):
+            several[which].append((way, reference)[which](stage, x, x))
+    return Turn(*(Halves(*(sum(parts) / count for parts in zip(*each, strict=True))) for each in several))
 
 
 def whole(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
@@ -208,39 +229,38 @@ def _same(ways: dict[str, Way], stage: nn.Module, x: torch.Tensor) -> None:
         torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-2, msg=lambda text, at=name: f"{at}: {text}")
 
 
-def _backwards(turns: dict[str, list[Halves]], way: str) -> list[float]:
-    return [turn.backward for turn in turns[way]]
+def _ratio(turns: list[Turn]) -> Spread:
+    return Spread.of(turn.backward for turn in turns)
 
 
-def _all(turns: dict[str, list[Halves]], way: str) -> list[float]:
-    return [turn.forward + turn.backward for turn in turns[way]]
-
-
-def _row(made: Report, size: Size, turns: dict[str, list[Halves]]) -> None:
-    ours = ratios(_backwards(turns, "ours"), _backwards(turns, "whole"))
+def _row(made: Report, size: Size, turns: dict[str, list[Turn]]) -> None:
+    ours = _ratio(turns["ours"])
     judged = (size.width, (size.rows, size.length)) in JUDGED
     made.rows.append(
         {
             "stage and microbatch": str(size),
-            "whole": Spread.of(_backwards(turns, "whole")).middle * 1e3,
-            "torch": ratios(_backwards(turns, "torch"), _backwards(turns, "whole")),
-            "plain": ratios(_backwards(turns, "plain"), _backwards(turns, "whole")),
+            "whole": median(turn.whole.backward for turn in turns["ours"]) * 1e3,
+            "torch": _ratio(turns["torch"]),
+            "plain": _ratio(turns["plain"]),
             "ours": ours,
             "goal": AT_MOST[size.width] if judged else None,
-            **({"bare": ratios(_backwards(turns, "ours"), _backwards(turns, "bare"))} if "bare" in turns else {}),
-            "ours/torch": ratios(_backwards(turns, "ours"), _backwards(turns, "torch")),
-            "torch all": ratios(_all(turns, "torch"), _all(turns, "whole")),
-            "ours all": ratios(_all(turns, "ours"), _all(turns, "whole")),
+            **({"bare": _over(turns["ours"], turns["bare"])} if "bare" in turns else {}),
+            "ours/torch": _over(turns["ours"], turns["torch"]),
+            "torch all": Spread.of(turn.all for turn in turns["torch"]),
+            "ours all": Spread.of(turn.all for turn in turns["ours"]),
         }
     )
     if judged:
         made.goals.append(Goal(f"I + W of a whole backward, {size}", ours.middle, AT_MOST[size.width]))
 
 
-def _growth(made: Report, width: int, microbatch: tuple[int, int], found: dict[Size, dict[str, list[Halves]]]) -> None:
+def _over(ones: list[Turn], others: list[Turn]) -> Spread:
+    """What the ones cost of the others, each measured by whole backwards."""
+    return ratios([turn.backward for turn in ones], [turn.backward for turn in others])
+
+
+def _growth(made: Report, width: int, microbatch: tuple[int, int], found: dict[Size, dict[str, list[Turn]]]) -> None:
     few, many = (Size(width, blocks, *microbatch) for blocks in BLOCKS)
     if few in found and many in found:
-        price = [
-            ratios(_backwards(found[size], "ours"), _backwards(found[size], "whole")).middle for size in (few, many)
-        ]
+        price = [_ratio(found[size]["ours"]).middle for size in (few, many)]
         made.goals.append(Goal(f"growth from {few} to {many.blocks} blocks", price[1] / price[0], GROWTH))
