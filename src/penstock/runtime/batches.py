@@ -90,10 +90,10 @@ class Batches:
         form = _form(*call, varying)
         if form is not None and self._known is not None and self._known.form == form:
             return self._cut_alike(call, self._known)
-        split = split_call(*call, self._microbatches, **self._specs_of(*call))
-        counts = self._counts(call, split, varying=varying)
+        specs = self._specs_of(*call)
+        split = split_call(*call, self._microbatches, **specs)
+        counts = self._counts(call, split, specs, varying=varying)
         if form is not None:
-            specs = self._specs_of(*call)
             self._known = _Known(
                 form,
                 leaf_specs(specs["args_spec"], call[0], len(call[0]), "args"),
@@ -107,7 +107,7 @@ class Batches:
         call = self._mine(args, kwargs, target)
         specs = self._specs_of(*call)
         split = split_call(*call, fitting(*call, self._microbatches, **specs), **specs)
-        return Batch(*split, self._counts(call, split, varying=True))
+        return Batch(*split, self._counts(call, split, specs, varying=True))
 
     def _cut_alike(self, call: Call, known: _Known) -> Batch:
         args, _, target = call
@@ -132,9 +132,8 @@ class Batches:
         given = {"args_spec": bool(args), "kwargs_spec": bool(kwargs), "target_spec": target is not None}
         return {name: self.specs[name] if there else None for name, there in given.items()}
 
-    def _counts(self, call: Call, split: tuple[Any, Any, Any], *, varying: bool) -> Counts:
+    def _counts(self, call: Call, split: tuple[Any, Any, Any], specs: Mapping[str, Spec], *, varying: bool) -> Counts:
         """How many samples there are in each microbatch, by what this rank has; of the arguments only if they vary."""
-        specs = self._specs_of(*call)
         args, kwargs, target = call
         known = samples(kwargs, split[1], specs["kwargs_spec"]) if kwargs else None
         if args and varying:
