@@ -226,6 +226,7 @@ def test_outputs_are_merged_along_the_first_dimension(module):
     merged = module.merge_chunks(chunks, None)
     assert equal(merged, (torch.cat([torch.zeros(2, 3), torch.ones(1, 3)]), [torch.tensor([0.0, 1.0, 1.0])]))
     assert equal(module.merge_chunks([torch.ones(1), torch.ones(1).double()], None), torch.ones(2).double())
+    assert equal(module.merge_chunks(torch.arange(6).view(2, 3), None), torch.arange(6))
     assert module.merge_chunks([torch.tensor(1.0), torch.tensor(2.0)], module.sum_reducer) == 3.0
 
 
