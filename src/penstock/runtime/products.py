@@ -40,6 +40,7 @@ def rule_for(node: Any, wanted: Sequence[int]) -> Rule | None:
 _data: Final = attrgetter("data")
 _unpack_hook: Final = attrgetter("unpack_hook")
 _layout: Final = attrgetter("layout")
+_right_strides: Final = attrgetter("_saved_mat2_sym_strides")
 _STRIDED: Final = {torch.strided}
 _ONE: Final = {1}
 
@@ -68,6 +69,15 @@ def _saved(name: str, *factors: str) -> Operands:
     return operands
 
 
+def _beside_dense(find: Operands) -> Operands:
+    """The same where the right operand of every node is no sparse tensor, whose gradient is sparse, too."""
+
+    def operands(nodes: Sequence[Any], edges: Sequence[Any]) -> list[Any] | None:
+        return find(nodes, edges) if all(map(_right_strides, nodes)) else None
+
+    return operands
+
+
 def _with_vector(find: Operands) -> Operands:
     """The same where the first edge of every node leads to a leaf with one dimension."""
 
@@ -92,15 +102,11 @@ def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any], _edges: S
     ]
 
 
-def _right_of(find: Operands, node: Any) -> Rule | None:
-    if not node._saved_mat2_sym_strides:  # sparse
-        return None
+def _right_of(find: Operands, node: Any) -> Rule:
     return Rule(find, _turned if _is_turned(node) else _right)
 
 
-def _right_and_bias_of(node: Any) -> Rule | None:
-    if not node._saved_mat2_sym_strides:
-        return None
+def _right_and_bias_of(node: Any) -> Rule:
     if not _is_turned(node):
         return Rule(_ADDMM_LEFT_AND_BIAS, _right_and_bias)
     if _is_vector(node.next_functions[0][0]):
@@ -110,7 +116,8 @@ def _right_and_bias_of(node: Any) -> Rule | None:
 
 def _is_turned(node: Any) -> bool:
     """Whether the right operand is a transposed matrix, as the weight of a linear layer is."""
-    return bool(node._saved_mat2_sym_strides[-2] == 1)
+    strides = _right_strides(node)  # none of a sparse one
+    return bool(strides and strides[-2] == 1)
 
 
 def _is_vector(node: Any) -> bool:
@@ -158,22 +165,22 @@ def _convolved(wanted: Sequence[int], gradient: torch.Tensor, operands: Any) -> 
     return [made[number] for number in wanted]
 
 
-def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule | None]:
+def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule]:
     rule = Rule(operands, make)
     return lambda _node: rule
 
 
-_MM_LEFT: Final = _saved("self")
-_ADDMM_LEFT: Final = _saved("mat1", "alpha")
-_ADDMM_LEFT_AND_BIAS: Final = _saved("mat1", "alpha", "beta")
+_MM_LEFT: Final = _beside_dense(_saved("self"))
+_ADDMM_LEFT: Final = _beside_dense(_saved("mat1", "alpha"))
+_ADDMM_LEFT_AND_BIAS: Final = _beside_dense(_saved("mat1", "alpha", "beta"))
 _ADDMM_LEFT_AND_VECTOR: Final = _with_vector(_ADDMM_LEFT_AND_BIAS)
 #: By the name of the node's type and the numbers of its edges that lead to weights. The factors of ``addmm`` are those
 #: of ``beta * bias + alpha * left @ right``.
-_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule | None]]] = {
+_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule]]] = {
     ("MmBackward0", (0,)): _fixed(_saved("mat2"), _left),
     ("MmBackward0", (1,)): partial(_right_of, _MM_LEFT),
     ("BmmBackward0", (0,)): _fixed(_saved("mat2"), _lefts),
-    ("BmmBackward0", (1,)): _fixed(_MM_LEFT, _rights),
+    ("BmmBackward0", (1,)): _fixed(_saved("self"), _rights),
     ("AddmmBackward0", (1,)): _fixed(_saved("mat2", "alpha"), _left),
     ("AddmmBackward0", (2,)): partial(_right_of, _ADDMM_LEFT),
     ("AddmmBackward0", (0, 2)): _right_and_bias_of,
