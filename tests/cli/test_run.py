@@ -196,8 +196,8 @@ def test_nothing_is_left_behind_by_a_rank_that_ends(script):
 
 def test_an_interrupt_is_the_scripts_to_handle(script):
     text = """
-print("up", flush=True)
 try:
+    print("up", flush=True)
     time.sleep(300)
 except KeyboardInterrupt:
     print("saved", flush=True)
@@ -209,6 +209,59 @@ except KeyboardInterrupt:
         started.send_signal(signal.SIGINT)
         assert sorted(started.stdout.read().splitlines()) == ["rank 0: saved", "rank 1: saved"]
         assert started.wait(10) == 130
+
+
+def test_no_line_is_lost_or_told_twice_at_an_interrupt(script):
+    text = """
+try:
+    os.write(1, b"one\\ntwo\\nthr")
+    time.sleep(300)
+except KeyboardInterrupt:
+    print("ee")
+"""
+    heard = []
+
+    def hear(rank, is_error, line):
+        heard.append(line)
+        if line == "one":
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        launch([sys.executable, script(text)], 1, hear=hear)
+    assert heard == ["one", "two", "three"]
+
+
+def test_a_second_interrupt_ends_what_does_not_listen_and_a_listener_that_is_stuck(script):
+    processes = []
+
+    def hear(rank, is_error, line):
+        processes.append(int(line))
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(300)
+
+    deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(300)"
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch([sys.executable, script(deaf)], 1, hear=hear)
+    assert time.monotonic() - begin < 20
+    assert len(processes) == 1
+    assert gone(processes)
+
+
+def test_an_interrupt_that_is_ignored_stays_so(script):
+    """As it is for what a script starts in the background, which Ctrl-C in the terminal is not meant for."""
+    command = [PENSTOCK, "run", "-r", "2", script("print('up')\ntime.sleep(1)\nprint('done')")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ) as started:
+        started.stdout.readline()
+        started.send_signal(signal.SIGINT)
+        assert started.stdout.read().splitlines()[-2:] in (
+            ["rank 0: done", "rank 1: done"],
+            ["rank 1: done", "rank 0: done"],
+        )
+        assert started.wait(10) == 0
 
 
 def test_bad_usage(script):

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Final, NamedTuple, NoReturn, Self
+from typing import Final, NamedTuple, Self
 
 #: Gets a whole line of a rank, and whether it was written to stderr.
 Hear = Callable[[int, bool, str], None]
@@ -33,6 +33,9 @@ _REST: Final = 1.0
 _TICK: Final = 0.05
 
 TIMED_OUT: Final = 124
+
+#: What ends the ranks, and then this process.
+_ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
 #: A line and its end. A progress bar ends its lines with a bare carriage return.
 _LINE: Final = re.compile(rb"([^\r\n]*)(\r?\n|\r(?!\n)(?!\Z))")
@@ -131,8 +134,8 @@ def launch(
     """
     given = os.environ if environment is None else environment
     port = free_port()
-    with _Guard() as guard, _signals_as_exceptions():
-        job = _Job(hear, timeout, interrupt)
+    with _Guard() as guard, _signals_noted() as signals:
+        job = _Job(hear, timeout, interrupt, signals)
         try:
             for rank in range(ranks):
                 job.start(command, environment_of(rank, ranks, port, given), guard)
@@ -172,25 +175,36 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Terminated(BaseException):
-    """SIGTERM has come."""
-
-
 @contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Let SIGTERM end the ranks in good order, as SIGINT does."""
+def _signals_noted() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM as they come; only a second one is an exception.
+
+    An exception may come up anywhere: between a line that was heard and the note that it was, so that it is heard again
+    or the next is lost. The second one has to: whoever hears may be stuck, writing into a pipe that nobody reads.
+    """
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
 
-    def terminate(*_: object) -> NoReturn:
-        raise _Terminated
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise _end_by(came[0])
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    # An interrupt that is ignored, as in the background of a script, stays so.
+    heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
-        yield
+        yield came
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_by(number: int) -> BaseException:
+    """What this process ends with when a signal has ended the ranks."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 class _Guard:
@@ -224,9 +238,14 @@ class _Guard:
 class _Job:
     """The processes, and what is to become of them."""
 
-    def __init__(self, hear: Hear | None, timeout: float | None, interrupt: signal.Signals) -> None:
+    def __init__(
+        self, hear: Hear | None, timeout: float | None, interrupt: signal.Signals, signals: Sequence[int]
+    ) -> None:
         self._hear = hear
         self._interrupt = interrupt
+        #: Those that this process has got, and whether they were passed on.
+        self._signals = signals
+        self._passed_on = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         self._pipes = selectors.DefaultSelector()
@@ -237,7 +256,6 @@ class _Job:
         #: What to send when.
         self._orders: deque[tuple[float, signal.Signals]] = deque()
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._interrupts: list[BaseException] = []
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], guard: _Guard) -> None:
         """Start the next rank."""
@@ -263,15 +281,11 @@ class _Job:
         """Wait for the end of all."""
         rest = None
         while self._running or (self._pipes.get_map() and (rest is None or time.monotonic() < rest)):
-            try:
-                self._turn()
-                if not self._running and rest is None:
-                    rest = time.monotonic() + _REST
-            except (KeyboardInterrupt, _Terminated) as interrupt:
-                self._interrupted(interrupt)
-        if self._interrupts:
-            first = self._interrupts[0]
-            raise first if isinstance(first, KeyboardInterrupt) else SystemExit(128 + signal.SIGTERM)
+            self._turn()
+            if not self._running and rest is None:
+                rest = time.monotonic() + _REST
+        if self._signals:
+            raise _end_by(self._signals[0])
         return Outcome(tuple(sorted(self._failures, key=lambda failure: failure.weight)), self._timed_out)
 
     def kill(self) -> None:
@@ -303,6 +317,8 @@ class _Job:
             self._deadline = None
             self._timed_out = True
             self._end_after(0.0)
+        if self._signals and not self._passed_on:
+            self._pass_on(self._signals[0])
         self._carry_out()
 
     def _look_after(self, rank: int) -> None:
@@ -318,13 +334,10 @@ class _Job:
             if not self._orders:
                 self._end_after(GRACE)
 
-    def _interrupted(self, interrupt: BaseException) -> None:
-        self._interrupts.append(interrupt)
-        now = time.monotonic()
-        if len(self._interrupts) > 1:
-            self._orders = deque([(now, signal.SIGKILL)])
-        elif isinstance(interrupt, KeyboardInterrupt):
-            self._orders = deque([(now, self._interrupt)])
+    def _pass_on(self, number: int) -> None:
+        self._passed_on = True
+        if number == signal.SIGINT:
+            self._orders = deque([(time.monotonic(), self._interrupt)])
             self._end_after(PATIENCE)
         else:
             self._end_after(0.0)

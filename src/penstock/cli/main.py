@@ -23,7 +23,8 @@ def main() -> None:
         interrupted.append(number)
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, interrupt)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
+        signal.signal(signal.SIGINT, interrupt)
     try:
         from penstock.cli.app import app  # that takes a moment, and may be interrupted as well
 
