@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime import split_backward
+from penstock.runtime import products, split_backward
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
 
 Tensors = Sequence[torch.Tensor]
@@ -589,17 +589,19 @@ def test_a_sparse_weight(sparse) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_a_weight_that_is_sparse_in_some_microbatches() -> None:
+@pytest.mark.parametrize("product", [torch.mm, lambda x, weight: torch.mm(x, weight.t())], ids=["as it is", "turned"])
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_weight_that_is_sparse_in_some_microbatches(product, sparse) -> None:
     """The graph has the same form; the gradient of a sparse weight is not that of a dense one."""
     dense, x = torch.eye(4, dtype=torch.float64), x_of(5, 4)
-    weights = [dense.clone().requires_grad_(), dense.to_sparse_csr().requires_grad_()]
+    weights = [dense.clone().requires_grad_(), sparse(dense).requires_grad_()]
     seed = torch.ones(5, 4, dtype=torch.float64)
     split = SplitBackward()
     for weight in weights * 2:
-        _, weight_backward = split.input_backward([get_gradient_edge(torch.mm(x, weight))], [seed], [x])
+        _, weight_backward = split.input_backward([get_gradient_edge(product(x, weight))], [seed], [x])
         weight_backward()
         found, weight.grad = weight.grad, None
-        torch.autograd.backward(torch.mm(x.detach(), weight), seed)
+        torch.autograd.backward(product(x.detach(), weight), seed)
         expected, weight.grad = weight.grad, None
         assert found is not None and expected is not None  # noqa: PT018
         assert found.layout is expected.layout
@@ -754,6 +756,79 @@ def test_hooks_of_tensors_in_between() -> None:
     first, second = hooked(register, module, x_of(4, 4))
     assert sorted(first) == ["input", "output", "product", "scale", "scaled"]
     assert sorted(second) == ["bias", "weight"]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_hooks_of_a_transposed_weight(with_bias: bool) -> None:
+    """For some microbatches only. Without them the gradient goes to the weight itself."""
+
+    def run(self: Any, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        turned = self.w.t()
+        h = torch.addmm(self.b, x, turned) if with_bias else x @ turned
+        if which.any():
+            turned.register_hook(lambda gradient: gradient * 3)
+        return h
+
+    split = check_by_turns(Calling(run, w=(4, 4), b=(4,)))
+    assert {type(one.points.targets[-1]) for one in split._cuts} == {int, tuple}, "to a leaf, along an edge"
+
+
+def test_the_first_gradient_of_a_large_weight_is_not_copied(monkeypatch) -> None:
+    made: list[torch.Tensor] = []
+
+    def mm(*operands: torch.Tensor) -> torch.Tensor:
+        made.append(torch.mm(*operands))
+        return made[-1]
+
+    monkeypatch.setattr(products, "mm", mm)
+    for width, shared in ((2, False), (512, True)):
+        module = nn.Linear(width, width, dtype=torch.float32)
+        first_half(SplitBackward(), module, [x_of(2, width, dtype=torch.float32)])[1]()
+        assert module.weight.grad is not None
+        assert (module.weight.grad.data_ptr() == made[-1].data_ptr()) is shared
+    assert len(made) == 2
+
+
+def test_a_retained_gradient_of_a_transposed_weight() -> None:
+    kept: list[torch.Tensor] = []
+
+    def run(self: Any, x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+        turned = self.w.t()
+        if which.any():
+            turned.retain_grad()
+            kept.append(turned)
+        return x @ turned
+
+    check_by_turns(Calling(run, w=(4, 4)))
+    assert len(kept) == 6
+    for ours, theirs in zip(kept[::2], kept[1::2], strict=True):
+        assert ours.grad is not None
+        equal([ours.grad], [theirs.grad])
+
+
+def test_hooks_of_the_nodes_of_leaves_that_only_the_graph_holds() -> None:
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = functional.linear(functional.layer_norm(x, (4,), self.scale, self.shift), self.w, self.b)
+        product = y.grad_fn
+        norm = product.next_functions[1][0]
+        leaves = {
+            "b": product.next_functions[0][0],
+            "w": product.next_functions[2][0].next_functions[0][0],
+            "scale": norm.next_functions[1][0],
+            "shift": norm.next_functions[2][0],
+        }
+        for name, node in leaves.items():
+            node.register_hook(self.calls(name))
+        return y
+
+    module = Calling(run, w=(3, 4), b=(3,), scale=(4,), shift=(4,))
+    module.calls = None
+
+    def register(module: Any, calls: Calls) -> None:
+        module.calls = calls
+
+    first, second = hooked(register, module, x_of(5, 4))
+    assert (first, sorted(second)) == ([], ["b", "scale", "shift", "w"])
 
 
 def test_retained_gradients() -> None:

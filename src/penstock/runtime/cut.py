@@ -34,30 +34,45 @@ class Points(NamedTuple):
         places: the places of the nodes.
         groups: for nodes of one type, what finds their operands, and their numbers among the points.
         makes: for each what makes the gradients.
-        below: the edges that lead to parameters alone: the number of the point, and of the edge there.
-        ends: for each point the end of its edges in `below`.
+        targets: what the gradients are for: the place of a leaf; or the number of a point, and of an edge there.
+        ends: for each point the end of its gradients in `targets`.
+        vectors: the numbers of targets that must be leaves with one dimension.
         complete: for each whether no later one leads to the same weights, so that they may get their gradients.
     """
 
     places: list[int]
     groups: list[tuple[Operands, list[int]]]
     makes: list[Make]
-    below: list[tuple[int, int]]
+    targets: list[int | tuple[int, int]]
     ends: list[int]
+    vectors: list[int]
     complete: list[bool]
 
     @classmethod
-    def of(cls, points: dict[int, tuple[list[int], Rule]], complete: list[bool]) -> Points:
+    def of(
+        cls, points: dict[int, tuple[list[int], Rule]], below: list[list[int]], leaves: set[int], complete: list[bool]
+    ) -> Points:
         """From the numbers of edges and the rule at each place."""
         groups: dict[Operands, list[int]] = {}
-        for number, (_, rule) in enumerate(points.values()):
+        targets: list[int | tuple[int, int]] = []
+        vectors = []
+        for number, (place, (edges, rule)) in enumerate(points.items()):
             groups.setdefault(rule.operands, []).append(number)
+            if rule.vector:
+                vectors.append(len(targets))
+            children = _at(below[place], edges)
+            if rule.behind:
+                (children[-1],) = below[children[-1]]
+            targets += [
+                child if child in leaves else (number, edge) for child, edge in zip(children, edges, strict=True)
+            ]
         return cls(
             list(points),
             list(groups.items()),
             [rule.make for _, rule in points.values()],
-            [(number, edge) for number, (edges, _) in enumerate(points.values()) for edge in edges],
+            targets,
             list(running_sums(len(edges) for edges, _ in points.values())),
+            vectors,
             complete,
         )
 
@@ -71,7 +86,8 @@ class Cut(NamedTuple):
         now: roots from which the backward of inputs runs.
         leaves: the leaves that get a gradient in it.
         points: the points.
-        keep: the nodes of points that must live until the weights have their gradients.
+        keep: nodes that must live until the weights have their gradients: leaves, for the hooks that they may have;
+            and points above nodes that are written in Python, which do not live by themselves.
         whole: whether it cannot be cut.
     """
 
@@ -106,14 +122,16 @@ class Cut(NamedTuple):
                 now.append(place)
         roots_later = set[int]().union(*(nodes for place, nodes in reached.items() if place not in points))
         complete = _complete(roots_later, [reached[place] for place in points])
+        leaves = {place for place, kind in enumerate(form.kinds) if kind.__name__ == LEAF}
         python = {place for place, kind in enumerate(form.kinds) if issubclass(kind, BackwardCFunction)}
+        above = [place for place, (numbers, _) in points.items() if not python.isdisjoint(_at(below[place], numbers))]
         cut = cls(
             form,
             ends,
             now,
-            [place for place in sorted(inner) if form.kinds[place].__name__ == LEAF],
-            Points.of(points, complete),
-            [place for place, (numbers, _) in points.items() if not python.isdisjoint(_at(below[place], numbers))],
+            sorted(inner & leaves),
+            Points.of(points, below, leaves, complete),
+            sorted(leaves.difference(ends)) + above,
             any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
         )
         return cut, nodes
@@ -146,7 +164,7 @@ def _points(
         if not numbers:
             continue
         rule = rule_for(nodes[place], numbers)
-        if rule is not None and rule.operands([nodes[place]], [nodes[place].next_functions]) is not None:
+        if rule is not None and rule.operands([nodes[place]]) is not None:
             points[place] = numbers, rule
         else:
             combined += _at(below[place], numbers)

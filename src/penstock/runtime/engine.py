@@ -32,7 +32,7 @@ def without_autocast() -> AbstractContextManager[None]:
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
-def accumulate(roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+def accumulate(roots: Sequence[GradientEdge | torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Run a backward from the roots; gradients are added to ``.grad`` of every leaf that is reached."""
     _run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 

@@ -19,16 +19,25 @@ from penstock.runtime.graph_form import LEAF
 
 #: Gradients from that of the output and the operand.
 Make = Callable[[torch.Tensor, Any], list[torch.Tensor]]
-#: The operands of nodes, from these and the edges of each; None if one of them has to make its gradients itself, or in
-#: another way. All at once, since there are many.
-Operands = Callable[[Sequence[Any], Sequence[Any]], list[Any] | None]
+#: The operands of nodes; None if one of them has to make its gradients itself, or in another way. All at once, since
+#: there are many.
+Operands = Callable[[Sequence[Any]], list[Any] | None]
 
 
 class Rule(NamedTuple):
-    """What to keep of nodes, and what to make of it."""
+    """What to keep of nodes, and what to make of it.
+
+    Attributes:
+        operands: finds what to keep.
+        make: makes the gradients, one for each edge that leads to weights.
+        vector: whether the first is for a leaf that has one dimension, and only for such.
+        behind: whether the last is for the leaf behind the node that the edge leads to, which transposes it.
+    """
 
     operands: Operands
     make: Make
+    vector: bool = False
+    behind: bool = False
 
 
 def rule_for(node: Any, wanted: Sequence[int]) -> Rule | None:
@@ -40,9 +49,16 @@ def rule_for(node: Any, wanted: Sequence[int]) -> Rule | None:
 _data: Final = attrgetter("data")
 _unpack_hook: Final = attrgetter("unpack_hook")
 _layout: Final = attrgetter("layout")
+_dtype: Final = attrgetter("dtype")
 _right_strides: Final = attrgetter("_saved_mat2_sym_strides")
+_right: Final = attrgetter("_saved_mat2")
+_hooks: Final = attrgetter("_backward_hooks")
+_retains: Final = attrgetter("retains_grad")
 _STRIDED: Final = {torch.strided}
+_COMPLEX: Final = {torch.complex32, torch.complex64, torch.complex128}
 _ONE: Final = {1}
+#: Bytes of a weight for which a node of the graph takes longer than to copy it.
+_SMALL: Final = 1 << 18
 
 
 def _saved(name: str, *factors: str) -> Operands:
@@ -54,7 +70,7 @@ def _saved(name: str, *factors: str) -> Operands:
     saved = attrgetter(f"_raw_saved_{name}")
     of_each = [attrgetter(f"_saved_{factor}") for factor in factors]
 
-    def operands(nodes: Sequence[Any], _edges: Sequence[Any]) -> list[Any] | None:
+    def operands(nodes: Sequence[Any]) -> list[Any] | None:
         found = list(map(saved, nodes))
         if any(map(_unpack_hook, found)) or not all(_ONE.issuperset(map(factor, nodes)) for factor in of_each):
             return None
@@ -62,7 +78,7 @@ def _saved(name: str, *factors: str) -> Operands:
         if not _STRIDED.issuperset(map(_layout, values)):
             return None
         detached: list[torch.Tensor] = list(map(_data, values))
-        if any(map(torch.is_complex, detached)):
+        if not _COMPLEX.isdisjoint(map(_dtype, detached)):
             return [one.conj() for one in detached]
         return detached
 
@@ -72,22 +88,28 @@ def _saved(name: str, *factors: str) -> Operands:
 def _beside_dense(find: Operands) -> Operands:
     """The same where the right operand of every node is no sparse tensor, whose gradient is sparse, too."""
 
-    def operands(nodes: Sequence[Any], edges: Sequence[Any]) -> list[Any] | None:
-        return find(nodes, edges) if all(map(_right_strides, nodes)) else None
+    def operands(nodes: Sequence[Any]) -> list[Any] | None:
+        return find(nodes) if all(map(_right_strides, nodes)) else None
 
     return operands
 
 
-def _with_vector(find: Operands) -> Operands:
-    """The same where the first edge of every node leads to a leaf with one dimension."""
+def _beside_unseen(find: Operands) -> Operands:
+    """The same where, besides, nobody wants to see the gradient of the right operand itself."""
 
-    def operands(nodes: Sequence[Any], edges: Sequence[Any]) -> list[Any] | None:
-        return find(nodes, edges) if all(_is_vector(row[0][0]) for row in edges) else None
+    def operands(nodes: Sequence[Any]) -> list[Any] | None:
+        found = find(nodes)
+        if found is None:  # also where tensors are saved elsewhere, and had to be fetched to be looked at
+            return None
+        rights = list(map(_right, nodes))  # the tensors themselves, with their hooks
+        if not _STRIDED.issuperset(map(_layout, rights)) or any(map(_hooks, rights)) or any(map(_retains, rights)):
+            return None
+        return found
 
     return operands
 
 
-def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any], _edges: Sequence[Any]) -> list[Any] | None:
+def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[Any] | None:
     if any(node._raw_saved_input.unpack_hook or node._raw_saved_weight.unpack_hook for node in nodes):
         return None
     settings = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
@@ -102,16 +124,21 @@ def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any], _edges: S
     ]
 
 
-def _right_of(find: Operands, node: Any) -> Rule:
-    return Rule(find, _turned if _is_turned(node) else _right)
+def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any], Rule]:
+    """The rule for the right operand of a product, the weight of a linear layer, and for the bias that is added."""
+    dense, unseen = _beside_dense(find), _beside_unseen(find)
 
+    def rule(node: Any) -> Rule:
+        if not _is_turned(node):
+            return Rule(dense, _product_and_bias if bias else _product)
+        row = node.next_functions
+        if not _is_small_leaf_turned(row[-1][0]) or unseen([node]) is None:
+            return Rule(dense, _turned_and_bias if bias else _turned)
+        if bias and _is_vector(row[0][0]):
+            return Rule(unseen, _turned_back_and_sum, vector=True, behind=True)
+        return Rule(unseen, _turned_back_and_bias if bias else _turned_back, behind=True)
 
-def _right_and_bias_of(node: Any) -> Rule:
-    if not _is_turned(node):
-        return Rule(_ADDMM_LEFT_AND_BIAS, _right_and_bias)
-    if _is_vector(node.next_functions[0][0]):
-        return Rule(_ADDMM_LEFT_AND_VECTOR, _turned_and_sum)
-    return Rule(_ADDMM_LEFT_AND_BIAS, _turned_and_bias)
+    return rule
 
 
 def _is_turned(node: Any) -> bool:
@@ -120,32 +147,51 @@ def _is_turned(node: Any) -> bool:
     return bool(strides and strides[-2] == 1)
 
 
+def _is_small_leaf_turned(node: Any) -> bool:
+    """Whether a node is that of the transpose of a leaf, and the leaf is small.
+
+    What is handed to a leaf itself, and is its first gradient, is copied by the engine, since it is known here, too.
+    """
+    if type(node).__name__ != "TBackward0":
+        return False
+    leaf = node.next_functions[0][0]
+    return type(leaf).__name__ == LEAF and leaf.variable.nbytes <= _SMALL
+
+
 def _is_vector(node: Any) -> bool:
     """Whether a node is that of a leaf with one dimension."""
     return type(node).__name__ == LEAF and node.variable.dim() == 1
 
 
-def _right(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
+def _product(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
     return [mm(left.t(), gradient)]
 
 
 def _turned(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
     """With the layout that makes it contiguous when it is turned back."""
-    return [mm(gradient.t(), left).t()]
+    return [mm(gradient.T, left).t()]
 
 
-def _right_and_bias(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
+def _turned_back(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
+    return [mm(gradient.T, left)]
+
+
+def _product_and_bias(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
     """The gradient of the bias is that of the output, summed to the size of the bias, which the engine does."""
     return [gradient, mm(left.t(), gradient)]
 
 
 def _turned_and_bias(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
-    return [gradient, mm(gradient.t(), left).t()]
+    return [gradient, mm(gradient.T, left).t()]
 
 
-def _turned_and_sum(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
+def _turned_back_and_bias(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
+    return [gradient, mm(gradient.T, left)]
+
+
+def _turned_back_and_sum(gradient: torch.Tensor, left: torch.Tensor) -> list[torch.Tensor]:
     """Summed while the gradient is in the caches; and then it is free."""
-    return [gradient.sum(0), mm(gradient.t(), left).t()]
+    return [gradient.sum(0), mm(gradient.T, left)]
 
 
 def _left(gradient: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
@@ -170,20 +216,16 @@ def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule]:
     return lambda _node: rule
 
 
-_MM_LEFT: Final = _beside_dense(_saved("self"))
-_ADDMM_LEFT: Final = _beside_dense(_saved("mat1", "alpha"))
-_ADDMM_LEFT_AND_BIAS: Final = _beside_dense(_saved("mat1", "alpha", "beta"))
-_ADDMM_LEFT_AND_VECTOR: Final = _with_vector(_ADDMM_LEFT_AND_BIAS)
 #: By the name of the node's type and the numbers of its edges that lead to weights. The factors of ``addmm`` are those
 #: of ``beta * bias + alpha * left @ right``.
 _RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule]]] = {
     ("MmBackward0", (0,)): _fixed(_saved("mat2"), _left),
-    ("MmBackward0", (1,)): partial(_right_of, _MM_LEFT),
+    ("MmBackward0", (1,)): _right_of(_saved("self")),
     ("BmmBackward0", (0,)): _fixed(_saved("mat2"), _lefts),
     ("BmmBackward0", (1,)): _fixed(_saved("self"), _rights),
     ("AddmmBackward0", (1,)): _fixed(_saved("mat2", "alpha"), _left),
-    ("AddmmBackward0", (2,)): partial(_right_of, _ADDMM_LEFT),
-    ("AddmmBackward0", (0, 2)): _right_and_bias_of,
+    ("AddmmBackward0", (2,)): _right_of(_saved("mat1", "alpha")),
+    ("AddmmBackward0", (0, 2)): _right_of(_saved("mat1", "alpha", "beta"), bias=True),
     **{
         ("ConvolutionBackward0", wanted): _fixed(partial(_convolution_operands, wanted), partial(_convolved, wanted))
         for wanted in ((1,), (2,), (1, 2))

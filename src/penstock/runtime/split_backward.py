@@ -37,24 +37,25 @@ if TYPE_CHECKING:
     from penstock.runtime.products import Make
 
     Gradients = Sequence[torch.Tensor | None]
+    #: Where gradients of weights are added: an edge, or a leaf.
+    Root = GradientEdge | torch.Tensor
     #: A node where W makes the gradients of weights: what gets the gradient of the node's output, what makes their
-    #: gradients and the operand for it, the end of the edges to these weights among all such edges, and whether no
-    #: later one leads to the same weights, so that they may get their gradients. A bare tuple, since there are many.
+    #: gradients and the operand for it, the end of these among all that are made, and whether no later one is for the
+    #: same weights, so that they may get their gradients. A bare tuple, since there are many.
     Product = tuple[list[torch.Tensor | None], Make, Any, int, bool]
 
 #: Bytes of gradients that are handed to the engine at once: about what the caches hold.
 _ENOUGH: Final = 1 << 20
 _REMEMBERED: Final = 8
 _NOTHING: Final = nullcontext()
-#: Makes a ``GradientEdge`` in half the time that the type itself takes; there is one for every weight and microbatch.
-_new: Final = tuple.__new__
 
 
 class SplitBackward:
     """Splits the backward of one stage, microbatch after microbatch.
 
     Hooks of tensors see what they see in a whole backward, once. A hook of a node (``grad_fn.register_hook``)
-    of a matrix product or convolution sees the gradient of the input, and None in the place of a weight's.
+    of a matrix product or convolution sees the gradient of the input, and None in the place of a weight's; one of the
+    node of a weight's transpose is not called.
 
     >>> from torch.autograd.graph import get_gradient_edge
     >>> layer = torch.nn.Linear(2, 2)
@@ -153,37 +154,38 @@ class WeightBackward:
             torch._C._set_grad_enabled(enabled)
 
     def _add(self) -> None:
-        edges, gradients, split = list(self._roots), list(self._gradients), self._split
+        roots: list[Root] = list(self._roots)
+        gradients, split = list(self._gradients), self._split
         if split is not None:
             there = [gradient is not None for gradient in self._found]
-            edges += split.leaves if all(there) else compress(split.leaves, there)
+            roots += split.leaves if all(there) else list(compress(split.leaves, there))
             gradients += [gradient for gradient in self._found if gradient is not None]
         self._roots, self._gradients, self._split, self._found = (), (), None, ()
         if split is not None:
-            edges, gradients = _multiplied(split, edges, gradients)
-        if edges:
-            accumulate(edges, gradients)
+            roots, gradients = _multiplied(split, roots, gradients)
+        if roots:
+            accumulate(roots, gradients)
 
 
 def _multiplied(
-    split: _Split, edges: list[GradientEdge], gradients: list[torch.Tensor]
-) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    split: _Split, roots: list[Root], gradients: list[torch.Tensor]
+) -> tuple[list[Root], list[torch.Tensor]]:
     """Make the gradients of products; those that have not been added to ``.grad`` on the way are returned."""
-    below = split.below
-    taken_to = size = end = 0  # how many edges of `below` are among `edges`, or have been
+    targets = split.targets
+    taken_to = size = end = 0  # how many of the targets are among the roots, or have been
     for output, make, operand, until, complete in split.products:
         if output and (gradient := output.pop()) is not None:
             made = make(gradient, operand)
             gradients += made
             size += made[-1].nbytes
         else:
-            edges += below[taken_to:end]
+            roots += targets[taken_to:end]
             taken_to = until
         end = until
         if size > _ENOUGH and complete:  # before they leave the caches
-            accumulate(edges + below[taken_to:end], gradients)
-            edges, gradients, size, taken_to = [], [], 0, end
-    return edges + below[taken_to:end], gradients
+            accumulate(roots + targets[taken_to:end], gradients)
+            roots, gradients, size, taken_to = [], [], 0, end
+    return roots + targets[taken_to:end], gradients
 
 
 class _Split(NamedTuple):
@@ -193,14 +195,14 @@ class _Split(NamedTuple):
         now: the nodes of roots from which I runs.
         leaves: those that get a gradient in I which is added in W.
         products: where W makes gradients.
-        below: the edges for these gradients.
-        keep: what must live until W: nodes above such that are written in Python, which do not live by themselves.
+        targets: what these gradients are for.
+        keep: what must live until W.
     """
 
     now: list[Node]
-    leaves: list[GradientEdge]
+    leaves: list[torch.Tensor]
     products: list[Product]
-    below: list[GradientEdge]
+    targets: list[Root]
     keep: list[Node]
 
 
@@ -208,10 +210,14 @@ def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor) -> _Split | 
     """The cut of one microbatch's graph; None if something about its nodes forbids it."""
     points = cut.points
     at = [nodes[place] for place in points.places]
-    rows = [node.next_functions for node in at]
+    targets: list[Any] = [
+        _edge(at, *target) if isinstance(target, tuple) else nodes[target].variable for target in points.targets
+    ]
+    if any(targets[number].dim() != 1 for number in points.vectors):
+        return None
     operands: list[Any] = [None] * len(at)
     for find, numbers in points.groups:
-        found = find([at[number] for number in numbers], [rows[number] for number in numbers])
+        found = find([at[number] for number in numbers])
         if found is None:
             return None
         for number, operand in zip(numbers, found, strict=True):
@@ -219,11 +225,15 @@ def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor) -> _Split | 
     outputs = _handed_over(at, carrier)
     return _Split(
         [nodes[place] for place in cut.now],
-        [_new(GradientEdge, (nodes[place], 0, None)) for place in cut.leaves],
+        [nodes[place].variable for place in cut.leaves],
         list(zip(outputs, points.makes, operands, points.ends, points.complete, strict=True)),
-        [_new(GradientEdge, (*rows[number][edge], None)) for number, edge in points.below],
+        targets,
         [nodes[place] for place in cut.keep],
     )
+
+
+def _edge(nodes: Sequence[Node], number: int, edge: int) -> GradientEdge:
+    return GradientEdge(*nodes[number].next_functions[edge])  # type: ignore[arg-type]  # it leads to a node
 
 
 def _handed_over(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch.Tensor | None]]:
@@ -240,9 +250,9 @@ def _handed_over(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch
     return outputs
 
 
-def _without_hooks(leaves: Sequence[GradientEdge]) -> AbstractContextManager[None]:
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Leaves without the hooks of their tensors: these see the gradient when it is added, in W."""
-    hooked = [hooks for leaf in leaves if (hooks := leaf.node.variable._backward_hooks)]  # type: ignore[attr-defined]
+    hooked = [hooks for leaf in leaves if (hooks := leaf._backward_hooks)]
     return _emptied(hooked) if hooked else _NOTHING
 
 
