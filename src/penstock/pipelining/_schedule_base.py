@@ -17,7 +17,7 @@ from penstock.pipelining._schedule_passes import OrderError
 from penstock.pipelining._schedule_preparations import Preparation
 from penstock.pipelining._schedule_programs import Kept
 from penstock.pipelining._schedule_scaling import divided_once
-from penstock.pipelining._schedule_shortcuts import begins_directly, looked_at
+from penstock.pipelining._schedule_shortcuts import looked_at, shortcut
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_engine import Program
+    from penstock.pipelining._schedule_shortcuts import Shortcut
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
 
@@ -347,13 +348,13 @@ class _PipelineSchedule(ABC):
         loss_kwargs: dict[str, Any] | None,
         *,
         stages: list[Any],
-        program: Callable[[bool], Program],
+        program: Callable[[Shortcut], Program],
         initialize: Callable[..., None],
     ) -> None:
         """A step, as ``_step_microbatches`` is told it.
 
-        ``program`` gives the program of the stages, told whether messages begin directly; ``initialize`` prepares them
-        before the first microbatch, given its arguments.
+        ``program`` gives the program of the stages, told the way that it may take; ``initialize`` prepares them before
+        the first microbatch, given its arguments.
         """
         if self._was_cut_off:
             raise RuntimeError(
@@ -363,12 +364,14 @@ class _PipelineSchedule(ABC):
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first_target = None if target_mbs is None else target_mbs[0]
         # Before anybody is talked to: an order of other stages is refused here.
-        made = program(begins_directly(stages, replaceable()))
+        customs = self._customs()
+        way = shortcut(self, stages, replaceable(), customs)
+        made = program(way)
         self._coming = arg_mbs, kwarg_mbs
         initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
         self._coming = ([], [])
         step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        with looked_at(stages, self._customs()):
+        with looked_at(stages, customs, way):
             self._run(made, step)
         self._update_losses(stages, losses)
 

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from penstock.pipelining._schedule_actions import _Action
 
     Works: TypeAlias = "list[Work]"
+    #: A stage and a microbatch.
+    Key: TypeAlias = "tuple[int, int]"
     #: What is done of an action.
     Operation: TypeAlias = "Callable[[Step], None]"
     #: A function of the user in place of it.
@@ -67,6 +69,7 @@ class Step:
         backward_receives: gradients under way.
         counter: how many microbatches of each stage are done.
         sends: what has been sent and not been waited for, by its place in the row.
+        deferred: second halves of backwards, and references to what is to be cut off after them.
     """
 
     schedule: Any
@@ -78,10 +81,19 @@ class Step:
     post: Callable[..., Works]
     wait: Callable[[Works], None]
     context: Callable[[], Any]
-    forward_receives: dict[tuple[int, int], Works] = field(default_factory=dict)
-    backward_receives: dict[tuple[int, int], Works] = field(default_factory=dict)
+    forward_receives: dict[Key, Works] = field(default_factory=dict)
+    backward_receives: dict[Key, Works] = field(default_factory=dict)
     counter: Counter[int] = field(default_factory=Counter)
     sends: dict[int, Works] = field(default_factory=dict)
+    deferred: dict[Key, tuple[Callable[[], object], Sequence[Callable[[], Any]]]] = field(default_factory=dict)
+    _seed: torch.Tensor | None = None
+
+    def seed_for(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward of a loss begins with; as a rule the same for all microbatches, and made once."""
+        seed = self._seed
+        if seed is None or seed.shape != loss.shape or seed.dtype is not loss.dtype or seed.device != loss.device:
+            self._seed = seed = torch.ones_like(loss)
+        return seed
 
 
 class Line(NamedTuple):
@@ -195,13 +207,13 @@ class Maker:
         if microbatch is None:
             raise OrderError(f"{action!r} has no microbatch; write e.g. '{action.stage_index}{kind}0'")
         if kind is SEND_F:
-            return send_forward(stage, microbatch, place, directly=self._directly)
+            return self._send_forward(stage, microbatch, place)
         if kind is SEND_B:
-            return send_backward(stage, microbatch, place, directly=self._directly)
+            return self._send_backward(stage, microbatch, place)
         if kind is RECV_F:
-            return receive_forward(stage, microbatch, directly=self._directly)
+            return self._receive_forward(stage, microbatch)
         if kind is RECV_B:
-            return receive_backward(stage, microbatch, directly=self._directly)
+            return self._receive_backward(stage, microbatch)
         return self._compute(stage, action, microbatch)
 
     def stage(self, action: _Action) -> Any:
@@ -317,6 +329,18 @@ class Maker:
             stage.backward_weight_one_chunk(microbatch, last_backward=counter[index] == microbatches)
 
         return run_backward_weight
+
+    def _send_forward(self, stage: Any, microbatch: int, place: int) -> Operation:
+        return send_forward(stage, microbatch, place, directly=self._directly)
+
+    def _send_backward(self, stage: Any, microbatch: int, place: int) -> Operation:
+        return send_backward(stage, microbatch, place, directly=self._directly)
+
+    def _receive_forward(self, stage: Any, microbatch: int) -> Operation:
+        return receive_forward(stage, microbatch, directly=self._directly)
+
+    def _receive_backward(self, stage: Any, microbatch: int) -> Operation:
+        return receive_backward(stage, microbatch, directly=self._directly)
 
     def _hand_over(self, stage: Any, before: Any, microbatch: int) -> Callable[[], None]:
         """Give the gradient of the input to the stage before, which is on this rank. An evaluation has made none."""

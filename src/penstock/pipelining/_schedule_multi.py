@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.pipelining._schedule_engine import Program
     from penstock.pipelining._schedule_rows import Rows
+    from penstock.pipelining._schedule_shortcuts import Shortcut
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
 
@@ -159,7 +160,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             initialize=self._initialize_stages,
         )
 
-    def _program(self, directly: bool) -> Program:
+    def _program(self, way: Shortcut) -> Program:
         """The program of this rank: the order with transfers, which are not part of it."""
         trains, order = self._has_backward, self.pipeline_order
         return self._kept.program(
@@ -169,7 +170,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._n_microbatches,
             {},
             trains,
-            directly,
+            way,
             lambda: of_order(
                 compute_rows_with_transfers(order, self.stage_index_to_group_rank, self._num_stages),
                 self.rank,
@@ -177,7 +178,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 self._n_microbatches,
                 calls=Calls(),
                 trains=trains,
-                directly=directly,
+                way=way,
                 scales_after_backward=True,
             ),
         )

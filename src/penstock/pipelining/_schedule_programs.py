@@ -27,8 +27,10 @@ from penstock.pipelining._schedule_engine import (
     send_forward,
 )
 from penstock.pipelining._schedule_passes import compute_rows_with_transfers
+from penstock.pipelining._schedule_plain import PlainMaker
 from penstock.pipelining._schedule_rows import as_rows
 from penstock.pipelining._schedule_sends import ends_of_sends
+from penstock.pipelining._schedule_shortcuts import Shortcut
 from penstock.pipelining._stage_compute import is_as_written
 from penstock.pipelining._stage_inference import StageInference
 from penstock.pipelining._stage_transfers import is_gloo
@@ -53,7 +55,7 @@ class Kept:
     """A program, and what it was made from: it is made again when that has changed."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[bool, bool], tuple[Program, tuple[Any, ...]]] = {}
+        self._made: dict[tuple[bool, Shortcut], tuple[Program, tuple[Any, ...]]] = {}
 
     def program(
         self,
@@ -63,23 +65,23 @@ class Kept:
         microbatches: int,
         customs: Mapping[ComputationType, Custom],
         trains: bool,
-        directly: bool,
+        way: Shortcut,
         make: Callable[[], Program],
     ) -> Program:
         """The program for these rows; ``make`` makes it.
 
-        There is one for training, one for evaluation, and of each one whose messages begin directly. The row of this
-        rank is compared action by action, those of others by identity and length only.
+        There is one for training, one for evaluation, and of each one for every way. The row of this rank is compared
+        action by action, those of others by identity and length only.
         """
         others = [rows[each] for each in rows]
         kinds = [(isinstance(stage.submod, FSDPModule), _receives_in_the_usual_way(stage)) for stage in stages]
         sizes = [microbatches, *map(len, others)]
         facts = (rows[rank], list(stages), dict(customs), [*rows], kinds, [*map(id, others)], sizes)
-        program, known = self._made.get((trains, directly), (None, ()))
+        program, known = self._made.get((trains, way), (None, ()))
         if program is None or facts != known[:-1]:
             program = make()
             # The rows are kept, so that none can come to have the identity of one that is gone.
-            self._made[trains, directly] = program, (list(rows[rank]), *facts[1:], others)
+            self._made[trains, way] = program, (list(rows[rank]), *facts[1:], others)
         return program
 
 
@@ -91,7 +93,7 @@ def of_order(
     *,
     calls: Calls,
     trains: bool,
-    directly: bool = False,
+    way: Shortcut = Shortcut.NONE,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
     ahead: int = _AHEAD,
@@ -106,14 +108,14 @@ def of_order(
         calls: how stages are called.
         trains: whether there are backwards. An evaluation asks for them too, which stages without backward ignore, but
             reduces and scales nothing.
-        directly: whether messages begin without operations that describe them.
+        way: how short its way is.
         customs: functions of the user, by the type of action that they stand for.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
         ahead: by how many compute actions receives are posted earlier than they stand, where they may be.
     """
     customs = customs or {}
     row = rows[rank]
-    maker = Maker(stages, microbatches, calls, trains=trains, directly=directly)
+    maker = _maker(way, stages, microbatches, calls, trains=trains)
     ended, left = ends_of_sends(rows, rank)
     lines: list[Line] = []
     scaled: list[Any] = []
@@ -141,6 +143,11 @@ def of_order(
     if not customs and _may_post_ahead(stages.values()):
         lines = _posted_ahead(lines, receives, row, ahead)
     return Program(lines, scaled)
+
+
+def _maker(way: Shortcut, stages: Mapping[int, Any], microbatches: int, calls: Calls, *, trains: bool) -> Maker:
+    kind = PlainMaker if way is Shortcut.ALL else Maker
+    return kind(stages, microbatches, calls, trains=trains, directly=way >= Shortcut.MESSAGES)
 
 
 def _may_post_ahead(stages: Iterable[Any]) -> bool:
@@ -176,36 +183,37 @@ _UNDER_WAY: Final = 6
 
 
 def of_gpipe(
-    stage: Any, microbatches: int, *, calls: Calls, trains: bool, directly: bool = False, backwards: bool = True
+    stage: Any, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut = Shortcut.NONE, backwards: bool = True
 ) -> Program:
     """All forwards, then all backwards; each receive is posted ahead, by a microbatch at least.
 
     To wait for an earlier send is safe: in each half, messages go one way only.
     """
-    if directly and _goes_by_messages(stage):
+    if way and _goes_by_messages(stage):
         order = as_rows(gpipe(stage.num_stages, microbatches))
         if not backwards:
             order = {rank: row[:microbatches] for rank, row in order.items()}
-        return _by_messages(stage, order, microbatches, calls=calls, trains=trains)
-    maker = Maker({stage.stage_index: stage}, microbatches, calls, trains=trains, directly=directly)
+        return _by_messages(stage, order, microbatches, calls=calls, trains=trains, way=way)
+    maker = _maker(way, {stage.stage_index: stage}, microbatches, calls, trains=trains)
+    directly = way >= Shortcut.MESSAGES
     lines: list[Line] = []
     halves: list[tuple[Any, ...]] = [
         ("Forward", receive_forward, maker.forward, send_forward, "fwd", not stage.is_first)
     ]
     if backwards:
         halves.append(("Backward", receive_backward, maker.backward, send_backward, "bwd", not stage.is_last))
-    for name, receive, compute, send, way, receives in halves:
+    for name, receive, compute, send, direction, receives in halves:
         base = len(lines)
         for number in range(microbatches):
             label = f"{name} {number}"
             posted = [0, 1] if number == 0 else [number + 1]
             parts = [
-                receive(stage, each, f"{way}_recv", directly=directly)
+                receive(stage, each, f"{direction}_recv", directly=directly)
                 for each in posted
                 if receives and each < microbatches
             ]
             parts.append(compute(stage, number, receives=receives))
-            parts.append(send(stage, number, base + number, f"{way}_send", directly=directly))
+            parts.append(send(stage, number, base + number, f"{direction}_send", directly=directly))
             if number >= _UNDER_WAY:
                 parts.append(ending([base + number - _UNDER_WAY]))
             lines += [Line(part, label, len(lines) + place) for place, part in enumerate(parts)]
@@ -217,17 +225,17 @@ def of_gpipe(
 
 
 def of_one_f_one_b(
-    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, directly: bool = False
+    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut = Shortcut.NONE
 ) -> Program:
     """Fill, one backward and one forward by turns, drain. What goes to a neighbour goes with what comes from it.
 
     Neither waits to send to the other then. Where messages do not stand in one line, nobody would: there each goes by
     itself, and receives are posted ahead.
     """
-    if directly and _goes_by_messages(stage):
+    if way and _goes_by_messages(stage):
         order = as_rows(one_f_one_b(stages, microbatches))
-        return _by_messages(stage, order, microbatches, calls=calls, trains=trains)
-    chain = _OneFOneB(stage, Maker({stage.stage_index: stage}, microbatches, calls, trains=trains))
+        return _by_messages(stage, order, microbatches, calls=calls, trains=trains, way=way)
+    chain = _OneFOneB(stage, _maker(way, {stage.stage_index: stage}, microbatches, calls, trains=trains))
     ahead = min(microbatches, stages - stage.stage_index)
     chain.fill(ahead)
     chain.alternate(ahead, microbatches)
@@ -242,7 +250,7 @@ def _goes_by_messages(stage: Any) -> bool:
     return isinstance(stage, StageInference) and _may_post_ahead([stage])
 
 
-def _by_messages(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool) -> Program:
+def _by_messages(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut) -> Program:
     """The program of one stage per rank as that of any other order. Its messages go to neighbours."""
     index, stages = stage.stage_index, len(order)
     rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
@@ -254,7 +262,7 @@ def _by_messages(stage: Any, order: Rows, microbatches: int, *, calls: Calls, tr
         microbatches,
         calls=calls,
         trains=trains,
-        directly=True,
+        way=way,
         ahead=_AHEAD_IN_CHAIN,
     )
 

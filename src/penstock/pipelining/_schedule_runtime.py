@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.pipelining._schedule_base import _PipelineSchedule
     from penstock.pipelining._schedule_engine import Custom, Program, Step
     from penstock.pipelining._schedule_rows import LoweredRows, Rows
+    from penstock.pipelining._schedule_shortcuts import Shortcut
     from penstock.pipelining.stage import _PipelineStageBase
 
 
@@ -191,7 +192,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def _customs(self) -> Collection[_ComputationType]:
         return self._comp_type_to_function_map.keys()
 
-    def _program(self, directly: bool) -> Program:
+    def _program(self, way: Shortcut) -> Program:
         if getattr(self, "pipeline_order_with_comms", None) is None:
             raise OrderError("there is no order to run; call _prepare_schedule_with_comms() or _load_csv() before")
         trains, rows, customs = self._has_backward, self.pipeline_order_with_comms, self._comp_type_to_function_map
@@ -202,7 +203,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             self._n_microbatches,
             customs,
             trains,
-            directly,
+            way,
             lambda: of_order(
                 rows,
                 self.rank,
@@ -210,7 +211,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 self._n_microbatches,
                 calls=Calls(gathers=True),
                 trains=trains,
-                directly=directly,
+                way=way,
                 customs=dict(customs),
             ),
         )

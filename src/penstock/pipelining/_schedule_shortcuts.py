@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -32,9 +33,55 @@ _COMPUTATIONS: Final = (
     "backward_weight_one_chunk",
     "backward_maybe_with_nosync",
 )
+#: What else a stage does in a step, and a schedule.
+_ALL: Final = (
+    "forward_one_chunk",
+    "set_local_fwd_input",
+    "set_local_bwd_input",
+    "get_local_bwd_output",
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+    "is_first",
+    "is_last",
+    "has_backward",
+)
+_LOSSES: Final = ("_maybe_compute_loss", "_maybe_get_loss")
 
 #: The actions in which a backward begins at the outputs.
 _AT_OUTPUTS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT, OVERLAP_F_B})
+
+
+class Shortcut(IntEnum):
+    """How short the way through a step is.
+
+    Attributes:
+        NONE: through every method and function that a program may have replaced.
+        MESSAGES: messages begin without operations that describe them.
+        ALL: besides, an action is one function.
+    """
+
+    NONE = 0
+    MESSAGES = 1
+    ALL = 2
+
+
+def shortcut(schedule: Any, stages: Sequence[Any], names: Any, customs: Collection[ComputationType]) -> Shortcut:
+    """The shortest way that a step can take.
+
+    Args:
+        schedule: what runs it.
+        stages: the stages of the rank.
+        names: the module with upstream's path.
+        customs: the types of the actions in place of which functions of the user run.
+    """
+    if not begins_directly(stages, names):
+        return Shortcut.NONE
+    if customs or not _is_written_in(names._PipelineSchedule, schedule, _LOSSES):
+        return Shortcut.MESSAGES
+    plain = all(
+        _computes_as_written(stage) and is_as_written(stage, *_ALL) and not stage._runtime_validate for stage in stages
+    )
+    return Shortcut.ALL if plain else Shortcut.MESSAGES
 
 
 def begins_directly(stages: Sequence[Any], names: Any) -> bool:
@@ -53,13 +100,15 @@ def begins_directly(stages: Sequence[Any], names: Any) -> bool:
 
 
 @contextmanager
-def looked_at(stages: Sequence[Any], customs: Collection[ComputationType]) -> Iterator[None]:
+def looked_at(
+    stages: Sequence[Any], customs: Collection[ComputationType], known: Shortcut = Shortcut.NONE
+) -> Iterator[None]:
     """Around a step in which functions of the user run in place of actions of these types.
 
-    If there are none, stages that compute as written here need not look again. If there is one for backwards, outputs
-    stay where it may look for them.
+    If there are none, stages that compute as written here (which they do where the shortest way is known to be right)
+    need not look again. If there is one for backwards, outputs stay where it may look for them.
     """
-    plain = [] if customs else [stage for stage in stages if _computes_as_written(stage)]
+    plain = [] if customs else [stage for stage in stages if known is Shortcut.ALL or _computes_as_written(stage)]
     watched = stages if _AT_OUTPUTS.intersection(customs) else []
     for stage in plain:
         stage._is_plain = True
@@ -74,6 +123,11 @@ def looked_at(stages: Sequence[Any], customs: Collection[ComputationType]) -> It
             stage._is_watched = False
         for stage in stages:  # the group may end before the next step; a stand-in may have no connections
             getattr(stage, "_connections", {}).clear()
+
+
+def _is_written_in(kind: type, owner: Any, methods: Sequence[str]) -> bool:
+    own = vars(owner)
+    return all(name not in own and getattr(type(owner), name) is getattr(kind, name) for name in methods)
 
 
 def _computes_as_written(stage: Any) -> bool:

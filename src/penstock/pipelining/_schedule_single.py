@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from penstock.pipelining._schedule_engine import Program, Step
     from penstock.pipelining._schedule_rows import Rows
+    from penstock.pipelining._schedule_shortcuts import Shortcut
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
 
@@ -82,7 +83,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
     def _run_program(
         self,
-        make: Callable[[bool, bool], Program],
+        make: Callable[[bool, Shortcut], Program],
         arg_mbs: list[Any] | None,
         kwarg_mbs: list[Any] | None,
         target_mbs: list[Any] | None,
@@ -90,7 +91,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
     ) -> None:
-        """A step, by a program that ``make`` makes: for training or not, with messages that begin directly or not."""
+        """A step, by a program that ``make`` makes: for training or not, by this way."""
         trains = self._has_backward
         self._run_microbatches(
             arg_mbs,
@@ -100,15 +101,15 @@ class PipelineScheduleSingle(_PipelineSchedule):
             return_outputs,
             loss_kwargs,
             stages=[self._stage],
-            program=lambda directly: self._kept.program(
+            program=lambda way: self._kept.program(
                 _NO_ORDER,
                 0,
                 [self._stage],
                 self._n_microbatches,
                 {},
                 trains,
-                directly,
-                lambda: make(trains, directly),
+                way,
+                lambda: make(trains, way),
             ),
             initialize=self._initialize_stage,
         )
@@ -150,8 +151,8 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
         calls = Calls(saves_outputs=False, computes_loss=False)
         self._run_program(
-            lambda _, directly: of_gpipe(
-                self._stage, self._n_microbatches, calls=calls, trains=False, directly=directly, backwards=False
+            lambda _, way: of_gpipe(
+                self._stage, self._n_microbatches, calls=calls, trains=False, way=way, backwards=False
             ),
             arg_mbs,
             kwarg_mbs,
@@ -178,9 +179,7 @@ class ScheduleGPipe(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains, directly: of_gpipe(
-                self._stage, self._n_microbatches, calls=calls, trains=trains, directly=directly
-            ),
+            lambda trains, way: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=trains, way=way),
             arg_mbs,
             kwarg_mbs,
             target_mbs,
@@ -226,8 +225,8 @@ class Schedule1F1B(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains, directly: of_one_f_one_b(
-                self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, directly=directly
+            lambda trains, way: of_one_f_one_b(
+                self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, way=way
             ),
             arg_mbs,
             kwarg_mbs,

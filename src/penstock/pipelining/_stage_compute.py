@@ -22,7 +22,7 @@ from penstock.runtime.engine import accumulate, is_shared, taken
 from penstock.runtime.split_backward import SplitBackward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
@@ -67,10 +67,7 @@ class StageCompute(StageEdges):
         try:
             output = (self.submod if self._is_plain else self.forward_maybe_with_nosync)(*args, **kwargs)
         except Exception as error:
-            raise RuntimeError(
-                f"{self.log_prefix} failed to run forward of microbatch {fwd_chunk_id}: {type(error).__name__}: "
-                f"{error}\nargs: {map_debug_info(args)}\nkwargs: {map_debug_info(kwargs)}"
-            ) from error
+            raise self._forward_failure(fwd_chunk_id, args, kwargs, error) from error
         outputs = _normalize_model_output_as_tuple(output)
         is_last = self.is_last
         if is_last and save_forward_output:
@@ -79,12 +76,26 @@ class StageCompute(StageEdges):
             self._validate_stage_tensors(
                 f"Stage {self.stage_index} forward outputs", self._metas_of(fwd_chunk_id).outputs, outputs
             )
-        # Nobody asks again for the outputs of a last stage that nothing can be differentiated of.
-        if not is_last or self._has_backward or torch.is_grad_enabled():
-            self.fwd_cache[fwd_chunk_id] = outputs, _flat(args, kwargs)
-            if kwargs:
-                self._by_keyword[fwd_chunk_id] = len(flatten_args(kwargs))
+        self._keep(fwd_chunk_id, args, kwargs, outputs)
         return output
+
+    def _keep(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> None:
+        """Keep what a backward begins and ends with.
+
+        Nobody asks again for the outputs of a last stage that nothing can be differentiated of.
+        """
+        if not self.is_last or self._has_backward or torch.is_grad_enabled():
+            self.fwd_cache[microbatch] = outputs, flat(args, kwargs)
+            if kwargs:
+                self._by_keyword[microbatch] = len(flatten_args(kwargs))
+
+    def _forward_failure(
+        self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
+    ) -> RuntimeError:
+        return RuntimeError(
+            f"{self.log_prefix} failed to run forward of microbatch {microbatch}: {type(error).__name__}: "
+            f"{error}\nargs: {map_debug_info(args)}\nkwargs: {map_debug_info(kwargs)}"
+        )
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; one that shares gradients with other replicas does not in this microbatch."""
@@ -134,16 +145,19 @@ class StageCompute(StageEdges):
             if self.dw_builder:
                 self._run_or_keep(bwd_chunk_id, full_backward)
             if is_last:  # a loss that is kept would keep the inputs
-                _cut_off((loss,) if is_first else (*outputs, loss))
+                cut_off((loss,) if is_first else (*outputs, loss))
         else:
             gradients = self._input_half(bwd_chunk_id, beginning, outputs, last_backward)
-        received = self._stage_meta.inputs
-        if received is not None and len(gradients) > len(received):  # the others are for whoever has put in more
-            gradients = gradients[: len(received)]
+        gradients = self._agreed(gradients)
         if self._runtime_validate and not is_first:
             what = f"Stage {self.stage_index} backward output (input_grads)"
             self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
+
+    def _agreed(self, gradients: Gradients) -> Gradients:
+        """The gradients of inputs that were agreed; others are for whoever has put in more."""
+        received = self._stage_meta.inputs
+        return gradients if received is None or len(gradients) <= len(received) else gradients[: len(received)]
 
     def _has_own_backward(self) -> bool:
         return not is_as_written(self, "backward_maybe_with_nosync", "backward_one_chunk")
@@ -217,7 +231,7 @@ class StageCompute(StageEdges):
             return
         rest = {"stage_output": None, "param_groups": left}
         self._backward("weight", rest, last_backward)
-        _cut_off([one() for one in outputs or ()])
+        cut_off([one() for one in outputs or ()])
 
     def _backward(
         self, kind: str, beginning: dict[str, Any], last_backward: bool
@@ -259,7 +273,11 @@ class StageCompute(StageEdges):
         except Exception as error:
             raise self._failure("backward", beginning, error) from error
         self._own_gradients()
-        return (_kept(inputs) if self.is_first else _taken(inputs)), None
+        return self._gradients_of(inputs), None
+
+    def _gradients_of(self, inputs: Sequence[Any]) -> Gradients:
+        """The gradients of inputs after a backward; those of the model's own inputs are the user's, and stay there."""
+        return _kept(inputs) if self.is_first else _taken(inputs)
 
     def _input_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, list[dict[str, Any]]]:
         inputs = beginning["input_values"]
@@ -286,10 +304,13 @@ class StageCompute(StageEdges):
     ) -> tuple[Sequence[torch.Tensor | None], Callable[[], None]]:
         if not roots:
             return [None] * len(wanted), _nothing
+        edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
+        return self._splitter().input_backward(edges, gradients, wanted)
+
+    def _splitter(self) -> SplitBackward:
         if self._split is None:
             self._split = SplitBackward()
-        edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
-        return self._split.input_backward(edges, gradients, wanted)
+        return self._split
 
     def _weight_backward(self, rest: dict[str, Any]) -> tuple[Gradients, None]:
         self._watch_gradients()
@@ -319,7 +340,7 @@ class StageCompute(StageEdges):
                 parameter.grad = gradient.clone()
         self._without_gradient = [one for one in self._without_gradient if one.grad is None]
 
-    def _failure(self, what: str, beginning: dict[str, Any], error: Exception) -> RuntimeError:
+    def _failure(self, what: str, beginning: Mapping[str, Any], error: Exception) -> RuntimeError:
         told = {name: map_debug_info(value) for name, value in beginning.items()}
         return RuntimeError(
             f"{self.log_prefix} Failed to run stage {what}: {type(error).__name__}: {error}\n"
@@ -377,7 +398,7 @@ _BACKWARDS: Final[dict[str, Callable[[StageCompute, dict[str, Any]], tuple[Gradi
 }
 
 
-def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All that a module is called with, without the containers that it comes in."""
     for value in args:
         if not isinstance(value, torch.Tensor):
@@ -436,7 +457,7 @@ def _kept(inputs: Sequence[Any]) -> Gradients:
     return tuple([value.grad if _needs_gradient(value) and value.is_leaf else None for value in inputs])
 
 
-def _cut_off(outputs: Sequence[Any]) -> None:
+def cut_off(outputs: Sequence[Any]) -> None:
     """Free the graph of outputs that live on. That of a view cannot be cut off in place."""
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.grad_fn is not None and not output._is_view():

@@ -131,7 +131,7 @@ class StageEdges(StageState):
             if not torch.is_grad_enabled():
                 del self.fwd_cache[microbatch]
         elif self._is_plain or not (self._is_watched or self._parallel.keeps_outputs or self._has_own_backward()):
-            self.fwd_cache[microbatch] = tuple([_beginning(output) for output in outputs]), inputs
+            self.fwd_cache[microbatch] = tuple([beginning(output) for output in outputs]), inputs
 
     def _has_own_backward(self) -> bool:
         """Whether backwards run in another way than here, which may look at outputs that are on their way."""
@@ -326,7 +326,7 @@ class StageEdges(StageState):
                     info.buffer.grad = None
 
 
-def _beginning(output: Any) -> Any:
+def beginning(output: Any) -> Any:
     """Where the backward of an output begins, without the output; None if it has none; a leaf itself."""
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
         return None
