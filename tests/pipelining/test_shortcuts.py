@@ -11,8 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining._schedule_shortcuts import begins_directly, looked_at
+from penstock.pipelining import PipelineStage, _schedule_base, _schedule_shortcuts, schedules
+from penstock.pipelining._schedule_shortcuts import Shortcut, begins_directly, looked_at, shortcut
+from penstock.pipelining._stage_compute import StageCompute
 from pipelining.contracts import (
     CPU,
     OURS,
@@ -111,6 +112,41 @@ def test_a_stage_is_watched_while_somebody_else_runs_backwards(stage, custom, wa
     with looked_at([stage], {custom}):
         assert (stage._is_plain, stage._is_watched) == (False, watched)
     assert not stage._is_watched
+
+
+METHODS = [*_schedule_shortcuts._COMPUTATIONS, *_schedule_shortcuts._ALL]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_action_is_one_function_unless_the_stage_has_its_own_way(stage, name):
+    schedule = schedules.ScheduleGPipe(stage, 1)
+    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.ALL
+    with mock.patch.object(Stage, name, getattr(Stage, name).__get__(stage), create=True):
+        assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.ALL
+    vars(stage)[name] = None
+    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+
+
+@pytest.mark.parametrize("name", _schedule_shortcuts._MESSAGES)
+def test_no_way_is_short_if_the_stage_makes_messages_itself(stage, name):
+    schedule = schedules.ScheduleGPipe(stage, 1)
+    with mock.patch.object(Stage, name, create=True):
+        assert shortcut(schedule, [stage], schedules, ()) is Shortcut.NONE
+
+
+def test_an_action_is_one_function_unless_something_else_wants_to_know(stage):
+    schedule = schedules.ScheduleGPipe(stage, 1)
+    assert shortcut(schedule, [stage], schedules, {schedules.F}) is Shortcut.MESSAGES
+    for name in ("_maybe_compute_loss", "_maybe_get_loss"):
+        with mock.patch.object(schedule, name):
+            assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+        with mock.patch.object(schedules.ScheduleGPipe, name):
+            assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+    stage._runtime_validate = True
+    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+    builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
+    assert shortcut(schedule, [builder], schedules, ()) is Shortcut.MESSAGES
 
 
 # What a step must not take for granted --------------------------------------------------------------------------------
@@ -221,6 +257,111 @@ def test_ranks_go_either_way_whichever_the_others_go(workers, name, between):
         ends = [each for stage in stages for each in (stage - 1, stage + 1) if 0 <= each < count and each not in stages]
         for own_way, posted in counts:
             assert posted == (2 * MICROBATCHES * len(ends) if own_way else 0)
+
+
+class Scaled(nn.Module):
+    """Takes a factor by keyword."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, factor=None):
+        return self.layer(x) if factor is None else self.layer(x) * factor.sum(1, keepdim=True)
+
+
+class Twice(nn.Module):
+    """Two tensors on an edge, of which the second needs no gradient."""
+
+    def __init__(self, layer, last):
+        super().__init__()
+        self.layer, self.last = layer, last
+
+    def forward(self, x, count=None):
+        y = self.layer(x) + (0 if count is None else count)
+        return y if self.last else (y, y.detach() + 1)
+
+
+class View(nn.Module):
+    """What it returns is a view, and cannot be sent as it is."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x.T.contiguous().T).T.contiguous().T
+
+
+def frozen(model):
+    model[0].requires_grad_(False)
+    return model
+
+
+MODELS = {
+    "one tensor": lambda model: model,
+    "by keyword": lambda model: nn.ModuleList(map(Scaled, model)),
+    "two tensors": lambda model: nn.ModuleList([Twice(one, one is model[-1]) for one in model]),
+    "views": lambda model: nn.ModuleList(map(View, model)),
+    "a frozen stage": frozen,
+}
+
+
+def told(value):
+    """What can be compared of a value that a stage holds."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist(), value.requires_grad, value.grad_fn is None
+    if isinstance(value, dict):
+        return {key: told(one) for key, one in value.items()}
+    return [told(one) for one in value] if isinstance(value, list | tuple) else type(value)
+
+
+def step_each_way(rank, ranks, name, kind, *, group):
+    """What steps leave, for each way: gradients, losses, outputs, and what the stages hold; and calls of methods."""
+    placement = PLACEMENTS[name]
+    count = sum(map(len, placement))
+    x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
+    left, calls = {}, {}
+    for way in Shortcut:
+        model = MODELS[kind](layers(count))
+        stages = [PipelineStage(model[index], index, count, CPU, group=group) for index in placement[rank]]
+        schedule = Package(OURS).schedule_class(name)(
+            stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_fn=averaged
+        )
+        keywords = {"factor": numbers(3, BATCH, WIDTH)} if kind == "by keyword" else {}
+        left[way] = []
+        with (
+            mock.patch.object(_schedule_base, "shortcut", return_value=way),
+            mock.patch.object(StageCompute, "_backward", autospec=True, side_effect=StageCompute._backward) as backward,
+            mock.patch.object(StageCompute, "_outgoing", autospec=True, side_effect=StageCompute._outgoing) as sent,
+            mock.patch.object(StageCompute, "_incoming", autospec=True, side_effect=StageCompute._incoming) as come,
+        ):
+            for method in (schedule.step, schedule.step, schedule.eval, torch.no_grad()(schedule.eval)):
+                losses = []
+                args, kwargs = step_arguments(stages, x, target, losses)
+                output = method(*args, **kwargs, **keywords)
+                held = [
+                    (one.fwd_cache, one.bwd_cache, one.output_chunks, one.backward_state, one.dw_runner)
+                    for one in stages
+                ]
+                buffers = [[info.buffer for infos in one.args_recv_info.values() for info in infos] for one in stages]
+                gradients = [parameter.grad for one in stages for parameter in one.submod.parameters()]
+                left[way].append(told([output, losses, gradients, held, buffers]))
+            calls[way] = backward.call_count, sent.call_count, come.call_count
+    return left, calls
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_all_ways_leave_the_same(workers, name, kind):
+    for left, calls in workers.run(step_each_way, name, kind, ranks=2):
+        for way in (Shortcut.MESSAGES, Shortcut.ALL):
+            assert left[way] == left[Shortcut.NONE]
+        backwards, _, receives = calls[Shortcut.MESSAGES]
+        assert backwards > 0
+        assert receives > 0
+        if kind == "one tensor":
+            assert calls[Shortcut.ALL] == (0, 0, 0)
 
 
 def test_several_kinds_of_numbers_go_directly(workers):

@@ -86,14 +86,6 @@ class Step:
     counter: Counter[int] = field(default_factory=Counter)
     sends: dict[int, Works] = field(default_factory=dict)
     deferred: dict[Key, tuple[Callable[[], object], Sequence[Callable[[], Any]]]] = field(default_factory=dict)
-    _seed: torch.Tensor | None = None
-
-    def seed_for(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward of a loss begins with; as a rule the same for all microbatches, and made once."""
-        seed = self._seed
-        if seed is None or seed.shape != loss.shape or seed.dtype is not loss.dtype or seed.device != loss.device:
-            self._seed = seed = torch.ones_like(loss)
-        return seed
 
 
 class Line(NamedTuple):

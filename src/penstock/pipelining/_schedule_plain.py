@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
     #: Where a backward begins, and with what.
     Root = tuple[torch.Tensor | GradientEdge, torch.Tensor]
+
+#: What is kept of a microbatch that is not there.
+_NOTHING: Final[tuple[tuple[Any, ...], list[Any]]] = ((), [])
 
 
 class PlainMaker(Maker):
@@ -129,7 +132,7 @@ class PlainMaker(Maker):
         by_methods = super()._send_forward(stage, microbatch, place)
 
         def send(step: Step) -> None:
-            outputs, inputs = stage.fwd_cache[microbatch]
+            outputs, inputs = stage.fwd_cache.get(microbatch, _NOTHING)
             layout = _only_layout(stage._output_layouts, stage._metas_of(microbatch).outputs)
             targets = stage.act_send_info.get(0, ())
             if layout is None or len(outputs) != 1 or len(targets) != 1 or type(outputs[0]) is not torch.Tensor:
@@ -261,7 +264,7 @@ def _root(stage: Any, microbatch: int, step: Step, *, receives: bool, halves: bo
         loss = step.schedule._maybe_get_loss(stage, microbatch)
         if type(loss) is not torch.Tensor or not loss.requires_grad or loss.numel() != 1:
             return None
-        return loss, step.seed_for(loss)
+        return loss, torch.ones_like(loss)
     info = _only(stage.grad_recv_info[microbatch])
     if info is None or len(outputs) != 1 or not _is_root(outputs[0]):
         return None
@@ -289,7 +292,7 @@ def _whole_backward(stage: Any, root: Root, inputs: list[Any]) -> Gradients:
     except Exception as error:
         raise _failure(stage, "backward", root, inputs, error) from error
     stage._own_gradients()
-    gradients: Gradients = stage._gradients_of(inputs)
+    gradients: Gradients = stage._agreed(stage._gradients_of(inputs))
     return gradients
 
 

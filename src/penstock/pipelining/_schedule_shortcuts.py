@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
-from penstock.pipelining._stage_compute import is_as_written
+from penstock.pipelining._stage_compute import has_methods_of, is_as_written
 from penstock.pipelining._stage_parallel import NotShared
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ _ALL: Final = (
     "get_local_bwd_output",
     "_retrieve_recv_activations",
     "_retrieve_recv_grads",
+    "_check_chunk_id",
     "is_first",
     "is_last",
     "has_backward",
@@ -76,7 +77,7 @@ def shortcut(schedule: Any, stages: Sequence[Any], names: Any, customs: Collecti
     """
     if not begins_directly(stages, names):
         return Shortcut.NONE
-    if customs or not _is_written_in(names._PipelineSchedule, schedule, _LOSSES):
+    if customs or not has_methods_of(names._PipelineSchedule, schedule, _LOSSES):
         return Shortcut.MESSAGES
     plain = all(
         _computes_as_written(stage) and is_as_written(stage, *_ALL) and not stage._runtime_validate for stage in stages
@@ -123,11 +124,6 @@ def looked_at(
             stage._is_watched = False
         for stage in stages:  # the group may end before the next step; a stand-in may have no connections
             getattr(stage, "_connections", {}).clear()
-
-
-def _is_written_in(kind: type, owner: Any, methods: Sequence[str]) -> bool:
-    own = vars(owner)
-    return all(name not in own and getattr(type(owner), name) is getattr(kind, name) for name in methods)
 
 
 def _computes_as_written(stage: Any) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -376,11 +378,20 @@ class StageCompute(StageEdges):
 
 def is_as_written(stage: Any, *methods: str) -> bool:
     """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
-    kind = type(stage)
-    if not issubclass(kind, StageCompute):
+    return isinstance(stage, StageCompute) and has_methods_of(StageCompute, stage, methods)
+
+
+def has_methods_of(kind: type, value: Any, methods: tuple[str, ...]) -> bool:
+    """Whether a value of a class, or of one that is derived from it, has these methods of that class."""
+    if not vars(value).keys().isdisjoint(methods):
         return False
-    own = vars(stage)
-    return all(name not in own and getattr(kind, name) is getattr(StageCompute, name) for name in methods)
+    found = _attributes(methods)
+    return bool(found(type(value)) == found(kind))
+
+
+@cache
+def _attributes(names: tuple[str, ...]) -> attrgetter[Any]:
+    return attrgetter(*names)
 
 
 def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
