@@ -34,6 +34,7 @@ SCHEDULES = (
 )
 SINGLE = ("GPipe", "1F1B")
 SPLITTING = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from runtime_parts.contestants import (
     SCHEDULES,
     SPLITTING,
+    ZERO_BUBBLE,
     Alone,
     AloneInHalves,
     Case,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 RANKS = 2
 NEVER_ABOVE = 1.0
 OF_COMPUTE = 1.05
-ZERO_BUBBLE = 0.65
+OF_ZERO_BUBBLE = 0.65
 
 
 class Size(NamedTuple):
@@ -67,6 +68,8 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
             "both ranks at once, the slower of the two; in halves: the same with I and W, where the schedule has them,",
             "so that the price of splitting, which (c) is about, is in it: the goal for ZBV is over that one",
             "a microbatch: rows x length of the sequence; the mid-size model with a long one is bound by its compute",
+            "DualPipeV is no zero-bubble schedule and splits few backwards (torch takes 1.3 to 1.7 of compute alone",
+            "with a short sequence, not 2.2): as for any other schedule its goal is 1.0",
             "the loop computes twice what I and W need, and is left out where that takes long",
             "CPU is the main thread's, both ranks together, and hardly depends on who else uses the machine",
         ],
@@ -107,7 +110,7 @@ def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> 
         for clock, combine in (("wall", max), ("thread", sum))
     )
     of_torch, of_alone = ratios(wall["ours"], wall["torch"]), ratios(wall["ours"], wall["alone"])
-    limit = ZERO_BUBBLE if size.name == SHORT.name and name in SPLITTING else NEVER_ABOVE
+    limit = OF_ZERO_BUBBLE if size.name == SHORT.name and name in ZERO_BUBBLE else NEVER_ABOVE
     tokens = f"{size.rows // size.microbatches} x {size.length}"
     made.rows.append(
         {
