@@ -119,34 +119,72 @@ METHODS = [*_schedule_shortcuts._COMPUTATIONS, *_schedule_shortcuts._ALL]
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_action_is_one_function_unless_the_stage_has_its_own_way(stage, name):
-    schedule = schedules.ScheduleGPipe(stage, 1)
-    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.ALL
+    assert shortcut([stage], schedules, is_plain=True) is Shortcut.ALL
     with mock.patch.object(Stage, name, getattr(Stage, name).__get__(stage), create=True):
-        assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
-    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.ALL
+        assert shortcut([stage], schedules, is_plain=True) is Shortcut.MESSAGES
+    assert shortcut([stage], schedules, is_plain=True) is Shortcut.ALL
     vars(stage)[name] = None
-    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+    assert shortcut([stage], schedules, is_plain=True) is Shortcut.MESSAGES
 
 
 @pytest.mark.parametrize("name", _schedule_shortcuts._MESSAGES)
 def test_no_way_is_short_if_the_stage_makes_messages_itself(stage, name):
-    schedule = schedules.ScheduleGPipe(stage, 1)
     with mock.patch.object(Stage, name, create=True):
-        assert shortcut(schedule, [stage], schedules, ()) is Shortcut.NONE
+        assert shortcut([stage], schedules, is_plain=True) is Shortcut.NONE
 
 
 def test_an_action_is_one_function_unless_something_else_wants_to_know(stage):
-    schedule = schedules.ScheduleGPipe(stage, 1)
-    assert shortcut(schedule, [stage], schedules, {schedules.F}) is Shortcut.MESSAGES
-    for name in ("_maybe_compute_loss", "_maybe_get_loss"):
-        with mock.patch.object(schedule, name):
-            assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
-        with mock.patch.object(schedules.ScheduleGPipe, name):
-            assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
-    stage._runtime_validate = True
-    assert shortcut(schedule, [stage], schedules, ()) is Shortcut.MESSAGES
+    assert shortcut([stage], schedules, is_plain=False) is Shortcut.MESSAGES
     builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
-    assert shortcut(schedule, [builder], schedules, ()) is Shortcut.MESSAGES
+    assert shortcut([builder], schedules, is_plain=True) is Shortcut.MESSAGES
+    stage._runtime_validate = True
+    assert shortcut([stage], schedules, is_plain=True) is Shortcut.MESSAGES
+
+
+def ways_of(schedule, *args, **kwargs):
+    """The ways that a step takes."""
+    ways = []
+
+    def noted(*given, **named):
+        ways.append(shortcut(*given, **named))
+        return ways[-1]
+
+    with mock.patch.object(_schedule_base, "shortcut", noted):
+        schedule.step(*args, **kwargs)
+    return ways
+
+
+def single(kind, **options):
+    """A schedule of one rank."""
+    example = torch.ones(BATCH // MICROBATCHES, WIDTH)
+    stage = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, input_args=example, output_args=example.clone().requires_grad_())
+    return kind([stage] if issubclass(kind, schedules.PipelineScheduleMulti) else stage, MICROBATCHES, **options)
+
+
+@pytest.mark.parametrize("name", ["_maybe_compute_loss", "_maybe_get_loss"])
+def test_a_schedule_with_its_own_way_to_a_loss_is_asked_for_it(name):
+    x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
+    with fake_group():
+        schedule = single(schedules.ScheduleGPipe, loss_fn=averaged)
+        assert ways_of(schedule, x, target=target) == [Shortcut.ALL]
+        for owner in (schedule, schedules.ScheduleGPipe, schedules._PipelineSchedule):
+            original = getattr(schedule, name)
+            with mock.patch.object(owner, name, side_effect=original) as asked:
+                assert ways_of(schedule, x, target=target) == [Shortcut.MESSAGES]
+            assert asked.call_count == MICROBATCHES
+        assert ways_of(schedule, x, target=target) == [Shortcut.ALL]
+
+
+def test_custom_functions_take_the_long_way():
+    x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
+    seen = []
+    with fake_group():
+        schedule = single(schedules._PipelineScheduleRuntime, loss_fn=averaged)
+        schedule._prepare_schedule_with_comms({0: Package(OURS).actions("0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3")})
+        assert ways_of(schedule, x, target=target) == [Shortcut.ALL]
+        schedule.register_custom_function(schedules.B, lambda action, _: seen.append(str(action)))
+        assert ways_of(schedule, x, target=target) == [Shortcut.MESSAGES]
+    assert seen == ["0B0", "0B1", "0B2", "0B3"]
 
 
 # What a step must not take for granted --------------------------------------------------------------------------------
@@ -298,7 +336,23 @@ def frozen(model):
     return model
 
 
+class Wrapped(nn.Module):
+    """The last stage returns more than a tensor."""
+
+    def __init__(self, layer, last):
+        super().__init__()
+        self.layer, self.last = layer, last
+
+    def forward(self, x):
+        return {"y": self.layer(x), "none": None} if self.last else self.layer(x)
+
+
+def of_any(output, target):
+    return averaged(output["y"] if isinstance(output, dict) else output, target)
+
+
 MODELS = {
+    "a dictionary": lambda model: nn.ModuleList([Wrapped(one, one is model[-1]) for one in model]),
     "one tensor": lambda model: model,
     "by keyword": lambda model: nn.ModuleList(map(Scaled, model)),
     "two tensors": lambda model: nn.ModuleList([Twice(one, one is model[-1]) for one in model]),
@@ -326,7 +380,7 @@ def step_each_way(rank, ranks, name, kind, *, group):
         model = MODELS[kind](layers(count))
         stages = [PipelineStage(model[index], index, count, CPU, group=group) for index in placement[rank]]
         schedule = Package(OURS).schedule_class(name)(
-            stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_fn=averaged
+            stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_fn=of_any
         )
         keywords = {"factor": numbers(3, BATCH, WIDTH)} if kind == "by keyword" else {}
         left[way] = []
@@ -362,6 +416,59 @@ def test_all_ways_leave_the_same(workers, name, kind):
         assert receives > 0
         if kind == "one tensor":
             assert calls[Shortcut.ALL] == (0, 0, 0)
+
+
+def halves_apart(way):
+    """I in a step, W after it, by the program."""
+    x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
+    with fake_group():
+        stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers(2))]
+        schedule = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=summed, scale_grads=False)
+        with mock.patch.object(_schedule_base, "shortcut", return_value=way):
+            row = " ".join(f"0F{each} 1F{each} 1I{each} 0I{each}" for each in range(MICROBATCHES))
+            schedule.pipeline_order_with_comms = {0: Package(OURS).actions(row)}
+            schedule.step(x, target=target)
+        left = [(list(stage.dw_runner), list(stage.backward_state)) for stage in stages]
+        for each in range(MICROBATCHES):
+            for stage in stages:
+                stage.backward_weight_one_chunk(each)
+    return left, [parameter.grad.tolist() for stage in stages for parameter in stage.submod.parameters()]
+
+
+def test_weights_may_get_their_gradients_after_the_step():
+    expected = halves_apart(Shortcut.NONE)
+    assert expected[0] == [([0, 1, 2, 3], [0, 1, 2, 3])] * 2
+    assert halves_apart(Shortcut.ALL) == expected
+
+
+class NoKeywords(schedules.ScheduleGPipe):
+    def _split_inputs(self, args, kwargs=None):
+        return super()._split_inputs(args, kwargs)[0], [None] * MICROBATCHES
+
+
+def test_no_keyword_arguments_may_be_none():
+    with fake_group():
+        assert ways_of(single(NoKeywords), numbers(1, BATCH, WIDTH)) == [Shortcut.ALL]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("half", ["B", "I"])
+def test_errors_are_told_alike(failing, half):
+    def refuse(*_):
+        raise ArithmeticError("boom")
+
+    told = []
+    for way in Shortcut:
+        with fake_group(), mock.patch.object(_schedule_base, "shortcut", return_value=way):
+            stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers(2))]
+            stages[failing].submod[1].register_full_backward_hook(refuse)
+            schedule = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=summed)
+            row = " ".join(f"0F{each} 1F{each} 1{half}{each} 0B{each}" for each in range(MICROBATCHES))
+            schedule.pipeline_order_with_comms = {0: Package(OURS).actions(row)}
+            with pytest.raises(RuntimeError, match="boom") as caught:
+                schedule.step(numbers(1, BATCH, WIDTH), target=numbers(2, BATCH, WIDTH))
+        told.append(str(caught.value))
+    assert told[0] == told[1] == told[2]
 
 
 def test_several_kinds_of_numbers_go_directly(workers):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -365,7 +366,7 @@ class _PipelineSchedule(ABC):
         first_target = None if target_mbs is None else target_mbs[0]
         # Before anybody is talked to: an order of other stages is refused here.
         customs = self._customs()
-        way = shortcut(self, stages, replaceable(), customs)
+        way = shortcut(stages, replaceable(), is_plain=not customs and self._computes_loss_as_written())
         made = program(way)
         self._coming = arg_mbs, kwarg_mbs
         initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
@@ -374,6 +375,9 @@ class _PipelineSchedule(ABC):
         with looked_at(stages, customs, way):
             self._run(made, step)
         self._update_losses(stages, losses)
+
+    def _computes_loss_as_written(self) -> bool:
+        return vars(self).keys().isdisjoint(_LOSSES) and _of_losses(type(self)) == _AS_WRITTEN
 
     def _customs(self) -> Collection[ComputationType]:
         """The types of the actions in place of which functions of the user run."""
@@ -419,6 +423,11 @@ class _PipelineSchedule(ABC):
     def _tell_failure(self, place: int) -> None:
         """Log where a step has failed."""
         logger.error("%s failed at operation %s of its program", type(self).__name__, place)
+
+
+_LOSSES: Final = ("_maybe_compute_loss", "_maybe_get_loss")
+_of_losses: Final = attrgetter(*_LOSSES)
+_AS_WRITTEN: Final = _of_losses(_PipelineSchedule)
 
 
 def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:

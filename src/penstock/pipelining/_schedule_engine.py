@@ -69,7 +69,6 @@ class Step:
         backward_receives: gradients under way.
         counter: how many microbatches of each stage are done.
         sends: what has been sent and not been waited for, by its place in the row.
-        deferred: second halves of backwards, and references to what is to be cut off after them.
     """
 
     schedule: Any
@@ -85,7 +84,6 @@ class Step:
     backward_receives: dict[Key, Works] = field(default_factory=dict)
     counter: Counter[int] = field(default_factory=Counter)
     sends: dict[int, Works] = field(default_factory=dict)
-    deferred: dict[Key, tuple[Callable[[], object], Sequence[Callable[[], Any]]]] = field(default_factory=dict)
 
 
 class Line(NamedTuple):

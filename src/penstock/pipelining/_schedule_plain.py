@@ -6,22 +6,20 @@ its neighbours; and whoever looks at a stage between steps sees no difference.
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.pipelining._schedule_engine import Maker
-from penstock.pipelining._stage_compute import cut_off, flat
+from penstock.pipelining._stage_compute import LEFT, cut_off, flat, nothing
 from penstock.pipelining._stage_edges import beginning
 from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple
 from penstock.pipelining._utils import _TensorMeta
 from penstock.runtime.engine import accumulate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from penstock.pipelining._schedule_engine import Key, Operation, Step, Works
     from penstock.pipelining._stage_compute import Gradients
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
 #: What is kept of a microbatch that is not there.
 _NOTHING: Final[tuple[tuple[Any, ...], list[Any]]] = ((), [])
+_NO_STATE: Final[tuple[Any, ...]] = ((), None, (), ())
 
 
 class PlainMaker(Maker):
@@ -49,7 +48,7 @@ class PlainMaker(Maker):
                 by_methods(step)
                 return
             args = step.arg_mbs[microbatch] if info is None else _input(stage, microbatch, info)
-            kwargs = step.kwarg_mbs[microbatch]
+            kwargs = step.kwarg_mbs[microbatch] or {}
             try:
                 output = stage.submod(*args, **kwargs)
             except Exception as error:
@@ -89,7 +88,7 @@ class PlainMaker(Maker):
 
     def _backward_input(self, stage: Any, microbatch: int, before: Any, *, receives: bool) -> Operation:
         by_methods = super()._backward_input(stage, microbatch, before, receives=receives)
-        key, is_first, is_last = (stage.stage_index, microbatch), stage.is_first, stage.is_last
+        is_first, is_last = stage.is_first, stage.is_last
 
         def run_backward_input(step: Step) -> None:
             root = _root(stage, microbatch, step, receives=receives, halves=not is_first)
@@ -97,36 +96,37 @@ class PlainMaker(Maker):
                 by_methods(step)
                 return
             outputs, inputs = stage.fwd_cache.pop(microbatch)
+            stage.dw_runner[microbatch] = nothing
             if is_first:  # nobody waits for a gradient: all of it can wait
-                step.deferred[key] = partial(_whole_backward, stage, root, inputs), ()
+                stage.backward_state[microbatch] = inputs, None, root[:1], root[1:]
                 stage.bwd_cache[microbatch] = stage._agreed((None,) * len(inputs))
                 return
-            gradients, weight_backward = _input_backward(stage, root, inputs)
-            # What lives on is cut off later: the second half may need what is in its graph.
-            living = [weakref.ref(one) for one in (*outputs, root[0])] if is_last else ()
-            step.deferred[key] = weight_backward, living
+            gradients, left = _input_backward(stage, root, inputs)
+            living = stage._living((*outputs, root[0])) if is_last else []
+            stage.backward_state[microbatch] = (), left, living, None
             _hand_back(stage, microbatch, gradients, before)
 
         return run_backward_input if self._trains else by_methods
 
     def _backward_weight(self, stage: Any, microbatch: int) -> Operation:
         by_methods = super()._backward_weight(stage, microbatch)
-        key = stage.stage_index, microbatch
+        index = stage.stage_index
 
         def run_backward_weight(step: Step) -> None:
-            deferred = step.deferred.pop(key, None)
-            if deferred is None:
+            inputs, left, outputs, gradients = stage.backward_state.get(microbatch, _NO_STATE)
+            if left is None and not _begins_at_one(outputs, gradients):
                 by_methods(step)
                 return
-            step.counter[key[0]] += 1
-            weight_backward, living = deferred
-            stage._watch_gradients()
-            weight_backward()
-            stage._own_gradients()
-            if living:
-                cut_off([one() for one in living])
+            del stage.backward_state[microbatch], stage.dw_runner[microbatch]
+            step.counter[index] += 1
+            if left is None:
+                _whole_backward(stage, (*outputs, *gradients), inputs)
+                return
+            stage._weight_backward({"param_groups": left})
+            if outputs:
+                cut_off([one() for one in outputs])
 
-        return run_backward_weight
+        return run_backward_weight if self._trains else by_methods
 
     def _send_forward(self, stage: Any, microbatch: int, place: int) -> Operation:
         by_methods = super()._send_forward(stage, microbatch, place)
@@ -277,6 +277,13 @@ def _root(stage: Any, microbatch: int, step: Step, *, receives: bool, halves: bo
     return outputs[0], gradient
 
 
+def _begins_at_one(outputs: Any, gradients: Any) -> bool:
+    """Whether the backward of these outputs with these gradients begins at one tensor."""
+    if type(outputs) is not tuple or type(gradients) is not tuple or len(outputs) != 1 or len(gradients) != 1:
+        return False
+    return type(gradients[0]) is torch.Tensor and _is_root(outputs[0])
+
+
 def _is_wanted(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
@@ -296,7 +303,7 @@ def _whole_backward(stage: Any, root: Root, inputs: list[Any]) -> Gradients:
     return gradients
 
 
-def _input_backward(stage: Any, root: Root, inputs: list[Any]) -> tuple[Gradients, Callable[[], None]]:
+def _input_backward(stage: Any, root: Root, inputs: list[Any]) -> tuple[Gradients, list[dict[str, Any]]]:
     output, gradient = root
     stage._watch_gradients()
     try:
@@ -305,10 +312,12 @@ def _input_backward(stage: Any, root: Root, inputs: list[Any]) -> tuple[Gradient
     except Exception as error:
         raise _failure(stage, "backward input", root, inputs, error) from error
     stage._own_gradients()
-    return tuple(found), left
+    return tuple(found), [{LEFT: left}]
 
 
 def _failure(stage: Any, what: str, root: Root, inputs: list[Any], error: Exception) -> RuntimeError:
-    told: Mapping[str, Any] = {"stage_output": root[:1], "output_grads": root[1:], "input_values": inputs}
+    told: dict[str, Any] = {"stage_output": root[:1], "output_grads": root[1:], "input_values": inputs}
+    if stage.is_last:
+        told |= {"stage_output": root[0] if what == "backward" else root[:1], "output_grads": None}
     failure: RuntimeError = stage._failure(what, told, error)
     return failure

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
-from penstock.pipelining._stage_compute import has_methods_of, is_as_written
+from penstock.pipelining._stage_compute import is_as_written
 from penstock.pipelining._stage_parallel import NotShared
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _COMPUTATIONS: Final = (
     "backward_weight_one_chunk",
     "backward_maybe_with_nosync",
 )
-#: What else a stage does in a step, and a schedule.
+#: What else it does in a step.
 _ALL: Final = (
     "forward_one_chunk",
     "set_local_fwd_input",
@@ -46,7 +46,6 @@ _ALL: Final = (
     "is_last",
     "has_backward",
 )
-_LOSSES: Final = ("_maybe_compute_loss", "_maybe_get_loss")
 
 #: The actions in which a backward begins at the outputs.
 _AT_OUTPUTS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT, OVERLAP_F_B})
@@ -66,18 +65,17 @@ class Shortcut(IntEnum):
     ALL = 2
 
 
-def shortcut(schedule: Any, stages: Sequence[Any], names: Any, customs: Collection[ComputationType]) -> Shortcut:
+def shortcut(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Shortcut:
     """The shortest way that a step can take.
 
     Args:
-        schedule: what runs it.
         stages: the stages of the rank.
         names: the module with upstream's path.
-        customs: the types of the actions in place of which functions of the user run.
+        is_plain: whether the schedule itself does what is written here, and nothing else.
     """
     if not begins_directly(stages, names):
         return Shortcut.NONE
-    if customs or not has_methods_of(names._PipelineSchedule, schedule, _LOSSES):
+    if not is_plain:
         return Shortcut.MESSAGES
     plain = all(
         _computes_as_written(stage) and is_as_written(stage, *_ALL) and not stage._runtime_validate for stage in stages

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
-_LEFT: Final = "weight_backward"
+LEFT: Final = "weight_backward"
 
 
 class StageCompute(StageEdges):
@@ -198,7 +198,7 @@ class StageCompute(StageEdges):
     def _input_half(
         self, microbatch: int, beginning: dict[str, Any], outputs: tuple[Any, ...], last_backward: bool
     ) -> Gradients:
-        self.dw_runner[microbatch] = _nothing
+        self.dw_runner[microbatch] = nothing
         is_last = self.is_last
         if self.is_first:  # nobody waits for a gradient: all of it can wait
             inputs = beginning["input_values"]
@@ -207,11 +207,13 @@ class StageCompute(StageEdges):
         if is_last:
             beginning["stage_output"] = (beginning["stage_output"],)
         gradients, left = self._backward("input", beginning, last_backward)
-        # What lives on is cut off later: the second half may need what is in its graph.
-        living = (*outputs, *beginning["stage_output"]) if is_last else ()
-        kept = [weakref.ref(one) for one in living if isinstance(one, torch.Tensor)]
-        self.backward_state[microbatch] = (), left, kept, None
+        living = self._living((*outputs, *beginning["stage_output"])) if is_last else []
+        self.backward_state[microbatch] = (), left, living, None
         return gradients
+
+    def _living(self, values: Iterable[Any]) -> list[weakref.ref[torch.Tensor]]:
+        """What may live on is cut off later: the second half may need what is in its graph."""
+        return [weakref.ref(one) for one in values if isinstance(one, torch.Tensor)]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of the weights for a microbatch whose inputs have theirs."""
@@ -285,7 +287,7 @@ class StageCompute(StageEdges):
         inputs = beginning["input_values"]
         wanted = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
         if not all(one.is_leaf for one in wanted) or not (self._is_plain or self._parallel.divisible):
-            return self._full_backward(beginning, of_any_size=True)[0], [{_LEFT: _nothing}]
+            return self._full_backward(beginning, of_any_size=True)[0], [{LEFT: nothing}]
         self._watch_gradients()
         try:
             roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size=True)
@@ -296,7 +298,7 @@ class StageCompute(StageEdges):
         if len(wanted) < len(inputs):
             each = iter(found)
             found = [next(each) if _needs_gradient(one) else None for one in inputs]
-        return tuple(found), [{_LEFT: left}]
+        return tuple(found), [{LEFT: left}]
 
     def _halved(
         self,
@@ -305,7 +307,7 @@ class StageCompute(StageEdges):
         wanted: list[torch.Tensor],
     ) -> tuple[Sequence[torch.Tensor | None], Callable[[], None]]:
         if not roots:
-            return [None] * len(wanted), _nothing
+            return [None] * len(wanted), nothing
         edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
         return self._splitter().input_backward(edges, gradients, wanted)
 
@@ -317,7 +319,7 @@ class StageCompute(StageEdges):
     def _weight_backward(self, rest: dict[str, Any]) -> tuple[Gradients, None]:
         self._watch_gradients()
         for left in rest["param_groups"]:
-            left.pop(_LEFT)()
+            left.pop(LEFT)()
         self._own_gradients()
         return (), None
 
@@ -378,15 +380,10 @@ class StageCompute(StageEdges):
 
 def is_as_written(stage: Any, *methods: str) -> bool:
     """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
-    return isinstance(stage, StageCompute) and has_methods_of(StageCompute, stage, methods)
-
-
-def has_methods_of(kind: type, value: Any, methods: tuple[str, ...]) -> bool:
-    """Whether a value of a class, or of one that is derived from it, has these methods of that class."""
-    if not vars(value).keys().isdisjoint(methods):
+    if not isinstance(stage, StageCompute) or not vars(stage).keys().isdisjoint(methods):
         return False
     found = _attributes(methods)
-    return bool(found(type(value)) == found(kind))
+    return bool(found(type(stage)) == found(StageCompute))
 
 
 @cache
@@ -475,5 +472,5 @@ def cut_off(outputs: Sequence[Any]) -> None:
             output.detach_()
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """The second half of a backward that has only one."""
