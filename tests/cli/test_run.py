@@ -22,6 +22,15 @@ time.sleep(300)
 """
 
 
+@pytest.fixture(autouse=True)
+def handlers():
+    """A process that was interrupted in ``launch`` is to end, and is not to be interrupted again: this one goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
 def script(tmp_path):
     def write(text):
@@ -247,6 +256,42 @@ def test_a_second_interrupt_ends_what_does_not_listen_and_a_listener_that_is_stu
     assert time.monotonic() - begin < 20
     assert len(processes) == 1
     assert gone(processes)
+
+
+def test_no_process_is_left_behind_however_often_it_is_interrupted(script):
+    deaf = (
+        "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('id', os.getpid())\ntime.sleep(300)"
+    )
+    command = [PENSTOCK, "run", "-r", "8", script(deaf)]
+    for pause in (0.0005, 0.001, 0.002, 0.004):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+            processes = [int(started.stdout.readline().split()[-1]) for _ in range(8)]
+            started.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+            for _ in range(12):
+                started.send_signal(signal.SIGINT)
+                time.sleep(pause)
+            assert started.wait(30) == 130
+        assert gone(processes)
+
+
+def test_a_signal_while_the_ranks_are_started_ends_them(script, monkeypatch):
+    """Also two of them: none is an exception before all that is started is known."""
+    original = subprocess.Popen
+    ranks = []
+
+    def popen(command, **options):
+        made = original(command, **options)
+        if "preexec_fn" in options:
+            ranks.append(made.pid)
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(KeyboardInterrupt):
+        launch([sys.executable, script(STAYS)], 2)
+    assert len(ranks) == 2
+    assert gone(ranks)
 
 
 def test_an_interrupt_that_is_ignored_stays_so(script):

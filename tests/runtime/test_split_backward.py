@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, save_on_cpu
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook, save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
@@ -829,6 +829,34 @@ def test_hooks_of_the_nodes_of_leaves_that_only_the_graph_holds() -> None:
 
     first, second = hooked(register, module, x_of(5, 4))
     assert (first, sorted(second)) == ([], ["b", "scale", "shift", "w"])
+
+
+@pytest.mark.usefixtures("one_by_one")
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4, bias=False), block])
+def test_hooks_of_several_tensors(make) -> None:
+    """One of them is enough to ask the engine which nodes run."""
+
+    def register(module: nn.Module, calls: Calls) -> None:
+        for name, parameter in module.named_parameters():
+            register_multi_grad_hook([parameter], lambda found, name=name: calls(name)(*found))
+
+    first, second = hooked(register, make(), x_of(5, 4))
+    assert first == []
+    assert len(second) == len(list(make().parameters()))
+
+
+def test_weights_that_are_frozen_between_the_halves() -> None:
+    """They get no gradient, and the others do."""
+    for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight"):
+        module, other, split = block(), block(), SplitBackward()
+        other.load_state_dict(module.state_dict())
+        x = x_of(5, 4)
+        _, weights = first_half(split, module, [x])
+        module.get_parameter(name).requires_grad_(False)
+        weights()
+        whole(other, [x])
+        other.get_parameter(name).grad = None
+        equal(gradients(module), gradients(other))
 
 
 def test_retained_gradients() -> None:

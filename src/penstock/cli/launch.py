@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 #: Gets a whole line of a rank, and whether it was written to stderr.
 Hear = Callable[[int, bool, str], None]
@@ -134,14 +134,19 @@ def launch(
     """
     given = os.environ if environment is None else environment
     port = free_port()
-    with _Guard() as guard, _signals_noted() as signals:
+    with _Signals() as signals, _Guard() as guard:
         job = _Job(hear, timeout, interrupt, signals)
         try:
             for rank in range(ranks):
                 job.start(command, environment_of(rank, ranks, port, given), guard)
-            return job.finish()
+            with signals.raised():
+                outcome = job.finish()
         finally:
             job.kill()
+            guard.is_needed = False
+    if signals.came:
+        raise _end_by(signals.came[0])
+    return outcome
 
 
 def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -> dict[str, str]:
@@ -175,31 +180,53 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def _signals_noted() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM as they come; only a second one is an exception.
+class _Signals:
+    """SIGINT and SIGTERM as they come; only a second one is an exception, and only while the ranks are listened to.
 
     An exception may come up anywhere: between a line that was heard and the note that it was, so that it is heard again
     or the next is lost. The second one has to: whoever hears may be stuck, writing into a pipe that nobody reads.
+
+    When one has come, this process is about to end, and ignores the rest.
+
+    Attributes:
+        came: the numbers of those that came.
     """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
 
-    def note(number: int, _: object) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise _end_by(came[0])
+    def __init__(self) -> None:
+        self.came: list[int] = []
+        self._are_raised = False
+        self._before: dict[signal.Signals, Any] = {}
 
-    # An interrupt that is ignored, as in the background of a script, stays so.
-    heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # One that is ignored, as in the background of a script, stays so; and one that is not Python's cannot be
+            # given back.
+            heeded = [one for one in _ENDING if signal.getsignal(one) not in (signal.SIG_IGN, None)]
+            self._before = {one: signal.signal(one, self._note) for one in heeded}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_IGN if self.came else handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.came.append(number)
+        self._raise_second()
+
+    def _raise_second(self) -> None:
+        if self._are_raised and len(self.came) > 1:
+            self._are_raised = False  # what follows ends the ranks, and must not be stopped
+            raise _end_by(self.came[0])
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise a second one within, also if both have come before."""
+        self._are_raised = True
+        try:
+            self._raise_second()
+            yield
+        finally:
+            self._are_raised = False
 
 
 def _end_by(number: int) -> BaseException:
@@ -208,7 +235,13 @@ def _end_by(number: int) -> BaseException:
 
 
 class _Guard:
-    """A process that outlives this one, if need be, and then kills what this one has started."""
+    """A process that outlives this one, if need be, and then kills what this one has started.
+
+    Attributes:
+        is_needed: whether anything may be left of that.
+    """
+
+    is_needed = True
 
     def __enter__(self) -> Self:
         reading, self._writing = os.pipe()
@@ -229,8 +262,9 @@ class _Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(BrokenPipeError):
-            os.write(self._writing, b"done\n")
+        if not self.is_needed:
+            with suppress(BrokenPipeError):
+                os.write(self._writing, b"done\n")
         os.close(self._writing)
         self._process.wait()
 
@@ -238,12 +272,10 @@ class _Guard:
 class _Job:
     """The processes, and what is to become of them."""
 
-    def __init__(
-        self, hear: Hear | None, timeout: float | None, interrupt: signal.Signals, signals: Sequence[int]
-    ) -> None:
+    def __init__(self, hear: Hear | None, timeout: float | None, interrupt: signal.Signals, signals: _Signals) -> None:
         self._hear = hear
         self._interrupt = interrupt
-        #: Those that this process has got, and whether they were passed on.
+        #: Those that this process gets, and whether the first was passed on.
         self._signals = signals
         self._passed_on = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -284,8 +316,6 @@ class _Job:
             self._turn()
             if not self._running and rest is None:
                 rest = time.monotonic() + _REST
-        if self._signals:
-            raise _end_by(self._signals[0])
         return Outcome(tuple(sorted(self._failures, key=lambda failure: failure.weight)), self._timed_out)
 
     def kill(self) -> None:
@@ -317,8 +347,8 @@ class _Job:
             self._deadline = None
             self._timed_out = True
             self._end_after(0.0)
-        if self._signals and not self._passed_on:
-            self._pass_on(self._signals[0])
+        if self._signals.came and not self._passed_on:
+            self._pass_on(self._signals.came[0])
         self._carry_out()
 
     def _look_after(self, rank: int) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _ENOUGH: Final = 1 << 20
 _REMEMBERED: Final = 8
 _NOTHING: Final = nullcontext()
+_needs_gradient: Final = attrgetter("requires_grad")
 
 
 class SplitBackward:
@@ -154,7 +156,7 @@ class WeightBackward:
             torch._C._set_grad_enabled(enabled)
 
     def _add(self) -> None:
-        roots: list[Root] = list(self._roots)
+        roots: list[Root] = [_Edge(*root) for root in self._roots]
         gradients, split = list(self._gradients), self._split
         if split is not None:
             there = [gradient is not None for gradient in self._found]
@@ -164,7 +166,7 @@ class WeightBackward:
         if split is not None:
             roots, gradients = _multiplied(split, roots, gradients)
         if roots:
-            accumulate(roots, gradients)
+            _accumulate(roots, gradients)
 
 
 def _multiplied(
@@ -183,9 +185,24 @@ def _multiplied(
             taken_to = until
         end = until
         if size > _ENOUGH and complete:  # before they leave the caches
-            accumulate(roots + targets[taken_to:end], gradients)
+            _accumulate(roots + targets[taken_to:end], gradients)
             roots, gradients, size, taken_to = [], [], 0, end
     return roots + targets[taken_to:end], gradients
+
+
+def _accumulate(roots: list[Root], gradients: list[torch.Tensor]) -> None:
+    """Add gradients to leaves, or to those that edges lead to.
+
+    A leaf that needs none any more gets none, as in a whole backward; the engine would refuse it. With a root alone the
+    engine says of its node, to whoever asks in a hook of several tensors, that it does not run; so there are two.
+    """
+    if not all(map(_needs_gradient, roots)):
+        wanted = list(map(_needs_gradient, roots))
+        roots, gradients = list(compress(roots, wanted)), list(compress(gradients, wanted))
+    if len(roots) == 1:
+        roots, gradients = [*roots, torch.zeros((), requires_grad=True)], [*gradients, torch.zeros(())]
+    if roots:
+        accumulate(roots, gradients)
 
 
 class _Split(NamedTuple):
@@ -232,8 +249,14 @@ def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor) -> _Split | 
     )
 
 
-def _edge(nodes: Sequence[Node], number: int, edge: int) -> GradientEdge:
-    return GradientEdge(*nodes[number].next_functions[edge])  # type: ignore[arg-type]  # it leads to a node
+class _Edge(GradientEdge):
+    """One that leads to weights, and can be asked what a leaf is asked."""
+
+    requires_grad: Final = True
+
+
+def _edge(nodes: Sequence[Node], number: int, edge: int) -> _Edge:
+    return _Edge(*nodes[number].next_functions[edge])  # type: ignore[arg-type]  # it leads to a node
 
 
 def _handed_over(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch.Tensor | None]]:
