@@ -114,7 +114,7 @@ def test_a_stage_is_watched_while_somebody_else_runs_backwards(stage, custom, wa
     assert not stage._is_watched
 
 
-METHODS = [*_schedule_shortcuts._COMPUTATIONS, *_schedule_shortcuts._ALL]
+METHODS = [name for name in _schedule_shortcuts._ALL if name not in _schedule_shortcuts._MESSAGES]
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -38,6 +38,8 @@ def divided_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
 
 
 def _multiply(gradients: Sequence[torch.Tensor], factor: int) -> None:
+    if not gradients:
+        return
     with torch.no_grad():
         for alike in of_one_kind(gradients):
             torch._foreach_mul_(alike, factor)

@@ -33,8 +33,10 @@ _COMPUTATIONS: Final = (
     "backward_weight_one_chunk",
     "backward_maybe_with_nosync",
 )
-#: What else it does in a step.
+#: These, and what else it does in a step.
 _ALL: Final = (
+    *_MESSAGES,
+    *_COMPUTATIONS,
     "forward_one_chunk",
     "set_local_fwd_input",
     "set_local_bwd_input",
@@ -73,14 +75,11 @@ def shortcut(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Shortcut:
         names: the module with upstream's path.
         is_plain: whether the schedule itself does what is written here, and nothing else.
     """
-    if not begins_directly(stages, names):
+    if not _is_unobserved(names):
         return Shortcut.NONE
-    if not is_plain:
-        return Shortcut.MESSAGES
-    plain = all(
-        _computes_as_written(stage) and is_as_written(stage, *_ALL) and not stage._runtime_validate for stage in stages
-    )
-    return Shortcut.ALL if plain else Shortcut.MESSAGES
+    if is_plain and all(map(_is_plain, stages)):
+        return Shortcut.ALL
+    return Shortcut.MESSAGES if _sends_as_written(stages) else Shortcut.NONE
 
 
 def begins_directly(stages: Sequence[Any], names: Any) -> bool:
@@ -90,12 +89,24 @@ def begins_directly(stages: Sequence[Any], names: Any) -> bool:
     it came with, or if a profiler, a dispatch mode or a log is to see them. An observer of another kind, such as that
     for execution traces, cannot be seen from here, and does not see them.
     """
+    return _is_unobserved(names) and _sends_as_written(stages)
+
+
+def _is_unobserved(names: Any) -> bool:
     return (
         names._begins_as_ever()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
-        and all(is_as_written(stage, *_MESSAGES) for stage in stages)
     )
+
+
+def _sends_as_written(stages: Sequence[Any]) -> bool:
+    return all(is_as_written(stage, *_MESSAGES) for stage in stages)
+
+
+def _is_plain(stage: Any) -> bool:
+    """Whether nothing of a stage is replaced that a step uses, and its module is not shared."""
+    return is_as_written(stage, *_ALL) and _makes_weights_itself(stage) and not stage._runtime_validate
 
 
 @contextmanager
@@ -125,4 +136,8 @@ def looked_at(
 
 
 def _computes_as_written(stage: Any) -> bool:
-    return is_as_written(stage, *_COMPUTATIONS) and stage.dw_builder is None and type(stage._parallel) is NotShared
+    return is_as_written(stage, *_COMPUTATIONS) and _makes_weights_itself(stage)
+
+
+def _makes_weights_itself(stage: Any) -> bool:
+    return stage.dw_builder is None and type(stage._parallel) is NotShared
