@@ -40,6 +40,8 @@ class Size(NamedTuple):
     length: int
     microbatches: int
     schedules: tuple[str, ...]
+    #: How many times as often its steps are repeated: short ones are the noisier.
+    often: int = 1
 
     @property
     def model(self) -> Model:
@@ -48,9 +50,9 @@ class Size(NamedTuple):
 
 
 SMALL = Size("small", 256, 32, 128, 8, SCHEDULES)
-MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES)
+MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES, often=2)
 #: Where torch's ZBV takes more than twice what the ranks compute: this is what the goal for zero bubble is about.
-SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES)
+SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES, often=4)
 
 
 def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
@@ -61,7 +63,8 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
     found = on_ranks(RANKS, measure, repeats, sizes, ours)
     made = Report(
         "b",
-        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats}",
+        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats}; of mid-size ones of "
+        f"{repeats * MIDDLE.often}, short ones of {repeats * SHORT.often}",
         [
             "the slower rank's wall time; ratios turn by turn, with quartiles",
             "alone: forwards and whole backwards of the rank in the order of the schedule, nothing sent or received,",
@@ -95,7 +98,7 @@ def measure(
             if name in SPLITTING:
                 contestants["in halves"] = AloneInHalves(case)
             same_gradients(contestants["torch"], contestants["ours"])
-            found[size.name, name] = race(contestants, repeats=repeats, steps=1)
+            found[size.name, name] = race(contestants, repeats=repeats * size.often, steps=1)
     return found
 
 
