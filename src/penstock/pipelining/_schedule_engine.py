@@ -1,8 +1,9 @@
 """The engine: a rank's actions, compiled once into functions that call the stages; a step is a loop over them.
 
 A function gets the state of the step, and looks methods up on the stage when it runs: so what a program overrides or
-replaces on a stage counts. (Messages that begin directly are those of a stage on which nothing is replaced.) A program
-refers to stages only, never to the schedule, and so is no part of a cycle.
+replaces on a stage counts. (Where nothing was replaced when the step began, messages may begin directly, and the
+functions may be those of ``_schedule_plain``.) A program refers to stages only, never to the schedule, and so is no
+part of a cycle.
 """
 
 from __future__ import annotations
