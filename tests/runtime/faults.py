@@ -184,7 +184,7 @@ def problems(tolds: list[Told], action: Any, rank: int, *, soon: float = 5.0) ->
                 found.append(f"{where}: known after {told.at - failed_at:.1f} s")
         if not isinstance(told.again, StepError) or "must be rebuilt" not in str(told.again):
             found.append(f"{where}: the next call raises {told.again!r}")
-        elif str(action) not in str(told.again) or told.seconds > 1.0:
+        elif str(action) not in str(told.again) or told.seconds > soon:
             found.append(f"{where}: the next call takes {told.seconds:.1f} s and says {told.again}")
         if told.left:
             found.append(f"{where}: {told.left} gradients are left")

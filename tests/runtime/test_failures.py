@@ -257,12 +257,14 @@ def test_many_killed_ranks(tmp_path):
 def dies_while_ranks_connect(rank, ranks, *, group):
     """When the others know its address, and have not used it yet."""
     own_group = distributed.OwnGroup
+    processes = [None] * ranks
+    dist.all_gather_object(processes, os.getpid(), group)
 
     def connecting(*args):
         if rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
-            time.sleep(0.4)
+            wait_for_the_end_of(processes[0])
         return own_group(*args)
 
     distributed.OwnGroup = connecting
@@ -270,6 +272,20 @@ def dies_while_ranks_connect(rank, ranks, *, group):
     with pytest.raises((TransportError, StepError)) as caught:
         distributed.DistributedTransport(group, timeout=3.0)
     return str(caught.value), time.monotonic() - begin
+
+
+def wait_for_the_end_of(process):
+    """Return when it has been killed, whether or not somebody has asked for its exit code."""
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.02)
+    raise TimeoutError(process)
 
 
 def test_a_rank_that_is_killed_while_ranks_connect_is_named_by_all():

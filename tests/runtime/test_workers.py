@@ -124,9 +124,9 @@ def test_a_hang_ends_with_the_stacks(workers):
     workers.run(process)
     before = workers.process_ids
     began = time.monotonic()
-    with pytest.raises(WorkerError, match=r"no answer within 1 s from rank 1") as caught:
-        workers.run(hang, limit=1)
-    assert time.monotonic() - began < 10
+    with pytest.raises(WorkerError, match=r"no answer within 3 s from rank 1") as caught:
+        workers.run(hang, limit=3)
+    assert time.monotonic() - began < 20
     assert caught.value.rank == 1
     assert "on my way" in str(caught.value)
     assert "in stuck_here" in str(caught.value)
