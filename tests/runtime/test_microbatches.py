@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
-from penstock.runtime.microbatches import merge, samples, sizes, split, split_call
+from penstock.runtime.merging import merge
+from penstock.runtime.microbatches import samples, sizes, split, split_call
 from penstock.runtime.specs import Microbatches, Replicate, TensorChunkSpec, register_splitter, unregister_splitter
 
 Pair = namedtuple("Pair", "left right")

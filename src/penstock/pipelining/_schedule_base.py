@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from penstock.ir.actions import ComputationType
-    from penstock.pipelining._schedule_engine import Program
+    from penstock.pipelining._schedule_engine import Batch, Program
     from penstock.pipelining._schedule_shortcuts import Shortcut
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
@@ -341,12 +341,7 @@ class _PipelineSchedule(ABC):
 
     def _run_microbatches(
         self,
-        arg_mbs: list[Any] | None,
-        kwarg_mbs: list[Any] | None,
-        target_mbs: list[Any] | None,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
+        batch: Batch,
         *,
         stages: list[Any],
         program: Callable[[Shortcut], Program],
@@ -362,19 +357,19 @@ class _PipelineSchedule(ABC):
                 "the step before has failed on this rank while messages were on their way, which would be taken for "
                 "those of this step: destroy the process group, and make it, the stages and the schedule anew"
             )
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        first_target = None if target_mbs is None else target_mbs[0]
+        targets = batch.target_mbs
+        arg_mbs, kwarg_mbs = self._check_inputs(batch.arg_mbs, batch.kwarg_mbs, targets, batch.losses)
         # Before anybody is talked to: an order of other stages is refused here.
         customs = self._customs()
         way = shortcut(stages, replaceable(), is_plain=not customs and self._computes_loss_as_written())
         made = program(way)
         self._coming = arg_mbs, kwarg_mbs
-        initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)
+        initialize(arg_mbs[0], kwarg_mbs[0], None if targets is None else targets[0], batch.loss_kwargs)
         self._coming = ([], [])
-        step = self._new_step(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        step = self._new_step(batch, arg_mbs, kwarg_mbs)
         with looked_at(stages, customs, way):
             self._run(made, step)
-        self._update_losses(stages, losses)
+        self._update_losses(stages, batch.losses)
 
     def _computes_loss_as_written(self) -> bool:
         return vars(self).keys().isdisjoint(_LOSSES) and _of_losses(type(self)) == _AS_WRITTEN
@@ -383,27 +378,19 @@ class _PipelineSchedule(ABC):
         """The types of the actions in place of which functions of the user run."""
         return ()
 
-    def _new_step(
-        self,
-        arg_mbs: list[Any],
-        kwarg_mbs: list[Any],
-        target_mbs: list[Any] | None,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-    ) -> Step:
-        """The state of a step that begins."""
-        names = replaceable()
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
+        """The state of a step that begins, with these arguments in place of what may not be given."""
+        names, targets, losses = replaceable(), batch.target_mbs, batch.losses
         return Step(
             schedule=self,
             arg_mbs=arg_mbs,
             kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            return_outputs=return_outputs,
-            loss_kwargs=loss_kwargs,
+            target_mbs=targets,
+            return_outputs=batch.return_outputs,
+            loss_kwargs=batch.loss_kwargs,
             post=names._batch_p2p,
             wait=names._wait_batch_p2p,
-            context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses),
+            context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, targets, losses),
         )
 
     def _run(self, program: Program, step: Step) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.pipelining._schedule_actions import _Action
 from penstock.pipelining._schedule_base import _PipelineSchedule, logger
 from penstock.pipelining._schedule_checks import _validate_schedule
-from penstock.pipelining._schedule_engine import Calls
+from penstock.pipelining._schedule_engine import Batch
+from penstock.pipelining._schedule_maker import Calls
 from penstock.pipelining._schedule_passes import OrderError, compute_rows_with_transfers
 from penstock.pipelining._schedule_pictures import _format_pipeline_order
 from penstock.pipelining._schedule_programs import of_order
@@ -148,17 +149,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self._run_microbatches(
-            arg_mbs,
-            kwarg_mbs,
-            target_mbs,
-            losses,
-            return_outputs,
-            loss_kwargs,
-            stages=self._stages,
-            program=self._program,
-            initialize=self._initialize_stages,
-        )
+        batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_microbatches(batch, stages=self._stages, program=self._program, initialize=self._initialize_stages)
 
     def _program(self, way: Shortcut) -> Program:
         """The program of this rank: the order with transfers, which are not part of it."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.pipelining._schedule_engine import Maker
+from penstock.pipelining._schedule_maker import Maker
 from penstock.pipelining._stage_compute import LEFT, cut_off, flat, nothing
 from penstock.pipelining._stage_edges import beginning
 from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple
@@ -172,11 +172,8 @@ class PlainMaker(Maker):
         by_methods, key = super()._receive_forward(stage, microbatch), (stage.stage_index, microbatch)
 
         def receive(step: Step) -> None:
-            info = _only(stage.args_recv_info[microbatch])
-            if info is None or info.buffer is not None or key in step.forward_receives:
+            if not _received(stage, stage.args_recv_info[microbatch], step.forward_receives, key):
                 by_methods(step)
-            else:
-                step.forward_receives[key] = [stage._connection(info.source).receive(info.allocate(stage.device))]
 
         return receive
 
@@ -184,13 +181,19 @@ class PlainMaker(Maker):
         by_methods, key = super()._receive_backward(stage, microbatch), (stage.stage_index, microbatch)
 
         def receive(step: Step) -> None:
-            info = _only(stage.grad_recv_info[microbatch])
-            if info is None or info.buffer is not None or key in step.backward_receives:
+            if not _received(stage, stage.grad_recv_info[microbatch], step.backward_receives, key):
                 by_methods(step)
-            else:
-                step.backward_receives[key] = [stage._connection(info.source).receive(info.allocate(stage.device))]
 
         return receive if self._trains and not stage.is_last else by_methods
+
+
+def _received(stage: Any, infos: tuple[_RecvInfo, ...], receives: dict[Key, Works], key: Key) -> bool:
+    """Begin to receive what comes, if it is one plain tensor; False if it is not."""
+    info = _only(infos)
+    if info is None or info.buffer is not None or key in receives:
+        return False
+    receives[key] = [stage._connection(info.source).receive(info.allocate(stage.device))]
+    return True
 
 
 def _only(infos: tuple[_RecvInfo, ...]) -> _RecvInfo | None:

@@ -19,7 +19,7 @@ from penstock.ir.actions import (
     UNSHARD,
 )
 from penstock.pipelining._schedule_base import logger
-from penstock.pipelining._schedule_engine import Calls
+from penstock.pipelining._schedule_maker import Calls
 from penstock.pipelining._schedule_multi import PipelineScheduleMulti, read_csv, write_csv
 from penstock.pipelining._schedule_passes import OrderError, lowered_rows
 from penstock.pipelining._schedule_pictures import _format_pipeline_order, _simulate_comms_compute
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from penstock.pipelining._schedule_actions import _Action, _ComputationType
     from penstock.pipelining._schedule_base import _PipelineSchedule
-    from penstock.pipelining._schedule_engine import Custom, Program, Step
+    from penstock.pipelining._schedule_engine import Batch, Custom, Program, Step
     from penstock.pipelining._schedule_rows import LoweredRows, Rows
     from penstock.pipelining._schedule_shortcuts import Shortcut
     from penstock.pipelining.stage import _PipelineStageBase
@@ -166,9 +166,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if index not in self.unsharded_stages:
             raise OrderError(f"stage {index} computes while its parameters are sharded; put {index}UNSHARD before")
 
-    def _new_step(self, *args: Any, **kwargs: Any) -> Step:
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
         self.backward_counter.clear()
-        step = super()._new_step(*args, **kwargs)
+        step = super()._new_step(batch, arg_mbs, kwarg_mbs)
         step.forward_receives, step.backward_receives = self.fwd_recv_ops, self.bwd_recv_ops
         step.counter = self.backward_counter
         return step

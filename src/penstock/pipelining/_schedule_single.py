@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.pipelining._schedule_base import _PipelineSchedule, logger, replaceable
-from penstock.pipelining._schedule_engine import Calls
+from penstock.pipelining._schedule_chains import of_gpipe, of_one_f_one_b
+from penstock.pipelining._schedule_engine import Batch
+from penstock.pipelining._schedule_maker import Calls
 from penstock.pipelining._schedule_passes import _add_reduce_grad
-from penstock.pipelining._schedule_programs import of_gpipe, of_one_f_one_b
 from penstock.pipelining._schedule_rows import as_rows
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.one_f_one_b import one_f_one_b
@@ -81,25 +82,11 @@ class PipelineScheduleSingle(_PipelineSchedule):
         """The order for tools that show it; None if there is none."""
         return None
 
-    def _run_program(
-        self,
-        make: Callable[[bool, Shortcut], Program],
-        arg_mbs: list[Any] | None,
-        kwarg_mbs: list[Any] | None,
-        target_mbs: list[Any] | None,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-    ) -> None:
+    def _run_program(self, make: Callable[[bool, Shortcut], Program], batch: Batch) -> None:
         """A step, by a program that ``make`` makes: for training or not, by this way."""
         trains = self._has_backward
         self._run_microbatches(
-            arg_mbs,
-            kwarg_mbs,
-            target_mbs,
-            losses,
-            return_outputs,
-            loss_kwargs,
+            batch,
             stages=[self._stage],
             program=lambda way: self._kept.program(
                 _NO_ORDER,
@@ -117,8 +104,8 @@ class PipelineScheduleSingle(_PipelineSchedule):
     #: Whether messages are posted apart by the rank that they go to or come from.
     _posts_by_peer = False
 
-    def _new_step(self, *args: Any, **kwargs: Any) -> Step:
-        step = super()._new_step(*args, **kwargs)
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
+        step = super()._new_step(batch, arg_mbs, kwarg_mbs)
         if self._posts_by_peer:
             step.post = _posted_by_peer
         return step
@@ -154,12 +141,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
             lambda _, way: of_gpipe(
                 self._stage, self._n_microbatches, calls=calls, trains=False, way=way, backwards=False
             ),
-            arg_mbs,
-            kwarg_mbs,
-            target_mbs,
-            losses,
-            return_outputs,
-            loss_kwargs,
+            Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
 
 
@@ -180,12 +162,7 @@ class ScheduleGPipe(PipelineScheduleSingle):
         calls = Calls(tells_whole=False)
         self._run_program(
             lambda trains, way: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=trains, way=way),
-            arg_mbs,
-            kwarg_mbs,
-            target_mbs,
-            losses,
-            return_outputs,
-            loss_kwargs,
+            Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
 
     def _get_pipeline_order(self) -> Rows | None:
@@ -228,12 +205,7 @@ class Schedule1F1B(PipelineScheduleSingle):
             lambda trains, way: of_one_f_one_b(
                 self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, way=way
             ),
-            arg_mbs,
-            kwarg_mbs,
-            target_mbs,
-            losses,
-            return_outputs,
-            loss_kwargs,
+            Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
 
     def _get_pipeline_order(self) -> Rows | None:

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from penstock.errors import MicrobatchError
 from penstock.runtime.block_masks import split_mask
-from penstock.runtime.microbatches import cut, flattened, holds_tensors, leaf_specs, sizes
+from penstock.runtime.leaves import flattened, leaf_specs
+from penstock.runtime.microbatches import cut, holds_tensors, sizes
 from penstock.runtime.specs import Replicate as _Replicate
 from penstock.runtime.specs import TensorChunkSpec, splitter_of
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from penstock.errors import MicrobatchError
-from penstock.runtime.microbatches import fitting, is_split_already, leaf_specs, pieces, samples, split_call
+from penstock.runtime.leaves import leaf_specs
+from penstock.runtime.microbatches import fitting, is_split_already, pieces, samples, split_call
 from penstock.runtime.specs import splitter_of
 
 if TYPE_CHECKING:

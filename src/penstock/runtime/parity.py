@@ -21,7 +21,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MetadataError, MicrobatchError, StageError
-from penstock.runtime.microbatches import is_split_already, merge
+from penstock.runtime.merging import merge
+from penstock.runtime.microbatches import is_split_already
 from penstock.runtime.plain import PlainRun
 from penstock.runtime.program import only_forwards
 from penstock.runtime.untouched import Buffers, copied, drawing, random_state

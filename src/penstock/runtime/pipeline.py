@@ -22,7 +22,7 @@ from penstock.runtime.data_parallel import in_step, reductions_of
 from penstock.runtime.edges import ABSENT
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
-from penstock.runtime.microbatches import merge
+from penstock.runtime.merging import merge
 from penstock.runtime.operations import without_history
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.programs import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers

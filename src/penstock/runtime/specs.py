@@ -50,7 +50,8 @@ class Microbatches:
     """A value that is split already: one item for each microbatch. It may stand anywhere in arguments or target.
 
     >>> import torch
-    >>> from penstock.runtime.microbatches import merge, split
+    >>> from penstock.runtime.merging import merge
+    >>> from penstock.runtime.microbatches import split
     >>> split(("text", Microbatches([1, 2])), None, 2)
     [('text', 1), ('text', 2)]
 
