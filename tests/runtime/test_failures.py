@@ -275,14 +275,15 @@ def dies_while_ranks_connect(rank, ranks, *, group):
 
 
 def wait_for_the_end_of(process):
-    """Return when it has been killed, whether or not somebody has asked for its exit code."""
+    """Return when it has been killed with all of its threads, whether or not somebody has asked for its exit code."""
     end = time.monotonic() + 20
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            threads = [*Path(f"/proc/{process}/task").iterdir()]
         except OSError:
             return
-        if state == "Z":
+        if state == "Z" and len(threads) == 1:  # its sockets live as long as any of them
             return
         time.sleep(0.02)
     raise TimeoutError(process)
