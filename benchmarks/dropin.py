@@ -1,9 +1,9 @@
 """The drop-in: penstock.pipelining against the installed torch.distributed.pipelining, the same program twice.
 
 (a) what an action costs, with a model that costs nothing; (b) the time of a step of a transformer; (c) the two halves
-of a backward against a whole one, asked of a PipelineStage; (d) memory. Both run in turn in the same processes, on
-gloo's loopback with a thread each, beside a loop written by hand. Goals are against torch. Wall time depends on who
-else uses the machine; CPU time hardly does.
+of a backward against a whole one, asked of a PipelineStage; (d) memory. Both run in turn, for (b) torch in processes of
+its own, on gloo's loopback with a thread each, beside a loop written by hand. Goals are against torch. Wall time
+depends on who else uses the machine; CPU time hardly does.
 """
 
 from __future__ import annotations

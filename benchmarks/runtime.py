@@ -1,8 +1,8 @@
 """Running: ours against the installed torch.distributed.pipelining and a loop written by hand, on local processes.
 
 (a) what an action costs, with a model that costs nothing; (b) the time of a step of a transformer; (c) the two halves
-of a backward against a whole one; (d) memory. All contestants run in turn in the same processes, on gloo's loopback
-with a thread each. Wall time depends on who else uses the machine; CPU time hardly does.
+of a backward against a whole one; (d) memory. All contestants run in turn, for (b) torch in processes of its own, on
+gloo's loopback with a thread each. Wall time depends on who else uses the machine; CPU time hardly does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Ranks as processes of this machine, on gloo's loopback; none outlives the benchmark."""
+"""Ranks as processes of this machine, on gloo's loopback; none outlives the benchmark.
+
+Contestants may run on several sides: groups of ranks, each in processes of its own, of which one works at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
 LONGEST_WAIT = timedelta(minutes=5)
@@ -28,22 +32,68 @@ class RankError(Exception):
     """A rank has failed; its traceback is the message."""
 
 
+class Side:
+    """One of several groups of ranks that take turns.
+
+    Attributes:
+        number: which of them.
+    """
+
+    def __init__(self, number: int, rank: int, port: int) -> None:
+        self.number = number
+        self._rank = rank
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONGEST_WAIT)
+        self._turn = 0
+
+    def end_turn(self) -> None:
+        """All ranks of this side have had their turn: the next one begins."""
+        dist.barrier()
+        if self._rank == 0:
+            self._store.set(f"turn {self._turn}", b"")
+        self._turn += 1
+
+    def wait(self) -> None:
+        """Until the turn of another side is over."""
+        self._store.wait([f"turn {self._turn}"])
+        self._turn += 1
+
+
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``work(rank, tell, *arguments)`` returns on each rank. ``tell(text)`` shows progress."""
+    return _run(ranks, [work], arguments)[0]
+
+
+def on_sides(sides: int, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[list[Any]]:
+    """What ``work(rank, tell, side, *arguments)`` returns on each rank of each side."""
+    turns = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return _run(ranks, [partial(_on_side, number, turns.port, work) for number in range(sides)], arguments)
+
+
+def _on_side(
+    number: int, port: int, work: Callable[..., Any], rank: int, tell: Callable[[str], None], *arguments: Any
+) -> Any:
+    said = tell if number == 0 else lambda _: None
+    return work(rank, said, Side(number, rank, port), *arguments)
+
+
+def _run(ranks: int, works: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]) -> list[list[Any]]:
+    """The results of each kind of work, which has a group of ranks of its own."""
     context = multiprocessing.get_context("spawn")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in works]
     processes, connections = [], []
     try:
-        for rank in range(ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank, args=(rank, ranks, store.port, sender, work, arguments), daemon=True
-            )
-            process.start()
-            sender.close()
-            processes.append(process)
-            connections.append(receiver)
-        return _collect(connections)
+        for work, store in zip(works, stores, strict=True):
+            for rank in range(ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank, args=(rank, ranks, store.port, sender, work, arguments), daemon=True
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                connections.append(receiver)
+        results = _collect(connections)
+        return [results[first : first + ranks] for first in range(0, len(results), ranks)]
     finally:
         for process in processes:
             process.kill()

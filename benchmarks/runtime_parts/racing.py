@@ -1,9 +1,10 @@
-"""Contestants in turn, in the same processes, so that a busy machine is busy for all of them."""
+"""Contestants in turn, so that a busy machine is busy for all of them."""
 
 from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from random import Random
 from statistics import median, quantiles
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from runtime_parts.contestants import clear
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from runtime_parts.contestants import Contestant
+    from runtime_parts.processes import Side
 
 CLOCKS = {"wall": perf_counter, "thread": thread_time, "process": process_time}
 
@@ -29,26 +31,55 @@ class Turns:
     process: list[float] = field(default_factory=list)
 
 
-def race(contestants: dict[str, Contestant], *, repeats: int, steps: int) -> dict[str, Turns]:
-    """Let each take some steps, and again, ``repeats`` times; who begins changes.
+def race(
+    contestants: dict[str, Contestant],
+    *,
+    repeats: int,
+    steps: int,
+    names: Sequence[str] | None = None,
+    side: Side | None = None,
+) -> dict[str, Turns]:
+    """Let each take some steps, and again, ``repeats`` times, in an order drawn anew each time, the same on all ranks.
 
+    Else the same one would always come after the same other, and find the caches and the heap as that one leaves them.
     What is there when they begin is not the collector's business: only what the steps leave costs time.
+
+    Args:
+        contestants: by name, those of this side.
+        repeats: how often.
+        steps: how many steps a turn has.
+        names: those of all sides.
+        side: this one, if there are several.
     """
-    for contestant in contestants.values():
-        contestant.step()
-        contestant.step()
+    names = names or list(contestants)
+
+    def in_turn(name: str, act: Callable[[], None]) -> None:
+        if name in contestants:
+            act()
+            if side is not None:
+                side.end_turn()
+        elif side is not None:
+            side.wait()
+
+    turns = {name: Turns() for name in contestants}
+    for name in names:
+        in_turn(name, lambda name=name: _warm_up(contestants[name]))  # type: ignore[misc]
     gc.collect()
     gc.freeze()
-    turns = {name: Turns() for name in contestants}
-    names = list(contestants)
-    for repeat in range(repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            _turn(contestants[name], turns[name], steps)
+    drawn = Random(0)
+    for _ in range(repeats):
+        for name in drawn.sample(list(names), len(names)):
+            in_turn(name, lambda name=name: _turn(contestants[name], turns[name], steps))  # type: ignore[misc]
     gc.unfreeze()
     dist.barrier()
     for contestant in contestants.values():
         contestant.close()
     return turns
+
+
+def _warm_up(contestant: Contestant) -> None:
+    contestant.step()
+    contestant.step()
 
 
 def _turn(contestant: Contestant, turns: Turns, steps: int) -> None:

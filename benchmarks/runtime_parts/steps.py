@@ -18,14 +18,18 @@ from runtime_parts.contestants import (
     same_gradients,
 )
 from runtime_parts.models import Model, transformer
-from runtime_parts.processes import on_ranks
+from runtime_parts.processes import on_sides
 from runtime_parts.racing import Spread, Turns, race, ratios
 from runtime_parts.report import Goal, Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from runtime_parts.processes import Side
+
 RANKS = 2
+#: Who is in the processes of torch's side.
+THEIRS = ("torch", "loop")
 NEVER_ABOVE = 1.0
 OF_COMPUTE = 1.05
 OF_ZERO_BUBBLE = 0.65
@@ -51,6 +55,8 @@ class Size(NamedTuple):
 
 SMALL = Size("small", 256, 32, 128, 8, SCHEDULES)
 MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES, often=2)
+#: How many times as often the steps are repeated that are compared with compute alone: that goal is within the noise.
+OFTEN_OF_COMPUTE = 4
 #: Where torch's ZBV takes more than twice what the ranks compute: this is what the goal for zero bubble is about.
 SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES, often=4)
 
@@ -60,13 +66,16 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
     sizes = [SMALL, MIDDLE, SHORT]
     if quick:
         sizes = [size._replace(schedules=("1F1B", "ZBVZeroBubble")) for size in sizes]
-    found = on_ranks(RANKS, measure, repeats, sizes, ours)
+    found = on_sides(2, RANKS, measure, repeats, sizes, ours)
     made = Report(
         "b",
         f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats}; of mid-size ones of "
-        f"{repeats * MIDDLE.often}, short ones of {repeats * SHORT.often}",
+        f"{repeats * MIDDLE.often}, of short ones of {repeats * SHORT.often}, of small ZBVZeroBubble of "
+        f"{repeats * OFTEN_OF_COMPUTE}",
         [
             "the slower rank's wall time; ratios turn by turn, with quartiles",
+            "torch and the loop in processes of their own, in turn with ours and compute alone: ours tells the heap to",
+            "keep what is freed, from which everybody gains who shares its process",
             "alone: forwards and whole backwards of the rank in the order of the schedule, nothing sent or received,",
             "both ranks at once, the slower of the two; in halves: the same with I and W, where the schedule has them,",
             "so that the price of splitting, which (c) is about, is in it: the goal for ZBV is over that one",
@@ -79,27 +88,38 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
     )
     for size in sizes:
         for name in size.schedules:
-            _row(made, size, name, [rank[size.name, name] for rank in found])
+            case = size.name, name
+            _row(made, size, name, [one[case] | other[case] for one, other in zip(*found, strict=True)])
     return made
 
 
 def measure(
-    rank: int, tell: Callable[[str], None], repeats: int, sizes: list[Size], ours: Kind
+    rank: int, tell: Callable[[str], None], side: Side, repeats: int, sizes: list[Size], ours: Kind
 ) -> dict[tuple[str, str], dict[str, Turns]]:
-    """On one rank."""
+    """On one rank of torch's side or of ours."""
     found = {}
     for size in sizes:
         for name in size.schedules:
             tell(f"(b) {size.name}, {name}")
             case = Case(name, size.microbatches, size.model, rank)
-            contestants = {"torch": Torch(case), "ours": ours(case), "alone": Alone(case)}
-            if size.width != SMALL.width:
-                contestants["loop"] = Loop(case)
-            if name in SPLITTING:
-                contestants["in halves"] = AloneInHalves(case)
-            same_gradients(contestants["torch"], contestants["ours"])
-            found[size.name, name] = race(contestants, repeats=repeats * size.often, steps=1)
+            kinds = _kinds(size, name, ours)
+            contestants = {who: kind(case) for who, kind in kinds.items() if (who in THEIRS) == (side.number == 0)}
+            if "ours" in contestants:
+                same_gradients(Torch(case), contestants["ours"])
+            often = OFTEN_OF_COMPUTE if _is_of_compute(size, name) else size.often
+            turns = race(contestants, repeats=repeats * often, steps=1, names=list(kinds), side=side)
+            found[size.name, name] = turns
     return found
+
+
+def _kinds(size: Size, name: str, ours: Kind) -> dict[str, Kind]:
+    """Who takes part."""
+    kinds: dict[str, Kind] = {"torch": Torch, "ours": ours, "alone": Alone}
+    if size.width != SMALL.width:
+        kinds["loop"] = Loop
+    if name in SPLITTING:
+        kinds["in halves"] = AloneInHalves
+    return kinds
 
 
 def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> None:
@@ -132,6 +152,11 @@ def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> 
         }
     )
     made.goals.append(Goal(f"{size.name}, {name}, step time of torch's", of_torch.middle, limit))
-    if size.name == SMALL.name and name == "ZBVZeroBubble":
+    if _is_of_compute(size, name):
         in_halves = ratios(wall["ours"], wall["in halves"])
         made.goals.append(Goal(f"{size.name}, {name}, step time of compute alone", in_halves.middle, OF_COMPUTE))
+
+
+def _is_of_compute(size: Size, name: str) -> bool:
+    """Whether a step is compared with compute alone."""
+    return size.name == SMALL.name and name == "ZBVZeroBubble"
