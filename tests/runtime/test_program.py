@@ -1,6 +1,7 @@
 """What a rank's actions are compiled into: when sends are ended, when receives are posted."""
 
 import pytest
+import torch
 
 import penstock as ps
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
@@ -38,7 +39,7 @@ def run(schedule, rank, ahead=0):
             if kind in SENDS:
                 source = stage if kind is SEND_F else stage - 1
                 tag = 2 * (source * schedule.microbatches + action.microbatch_index) + (kind is SEND_B)
-                step.sending[tag] = [Sent(f"end {action}", log)], (), ()
+                step.sending[tag] = [(Sent(f"end {action}", log), torch.zeros(()), None)]
 
         return operation
 

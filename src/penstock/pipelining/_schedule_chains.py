@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from penstock.pipelining._schedule_maker import Calls, Maker
     from penstock.pipelining._schedule_rows import Rows
 
-#: By how many compute actions a receive is posted earlier than it stands: fewer than elsewhere, since such a schedule
-#: may be there for its memory, and each that is posted has a buffer.
-_AHEAD: Final = 2
-
 #: How many sends of a chain of stages are under way at most. To wait for the last few would cost time: a rank that is
 #: ahead for a moment would be stopped.
 _UNDER_WAY: Final = 6
@@ -120,7 +116,6 @@ def _by_messages(stage: Any, order: Rows, microbatches: int, *, calls: Calls, tr
         calls=calls,
         trains=trains,
         way=way,
-        ahead=_AHEAD,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,13 @@ from penstock.pipelining._schedule_sends import ends_of_sends
 from penstock.pipelining._schedule_shortcuts import Shortcut
 from penstock.pipelining._stage_compute import is_as_written
 from penstock.pipelining._stage_transfers import is_gloo
+from penstock.runtime.program import ahead_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_engine import Custom
-
-
-#: By how many compute actions a receive is posted earlier than it stands: a message needs a moment until it can come,
-#: and each that is posted has a buffer.
-_AHEAD: Final = 4
 
 
 class Kept:
@@ -82,7 +78,6 @@ def of_order(
     way: Shortcut = Shortcut.NONE,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
-    ahead: int = _AHEAD,
 ) -> Program:
     """The program of one rank.
 
@@ -97,7 +92,6 @@ def of_order(
         way: how short its way is.
         customs: functions of the user, by the type of action that they stand for.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
-        ahead: by how many compute actions receives are posted earlier than they stand, where they may be.
     """
     customs = customs or {}
     row = rows[rank]
@@ -127,7 +121,7 @@ def of_order(
     if left:
         lines.append(Line(ending(left), None, len(row) - 1))
     if not customs and may_post_ahead(stages.values()):
-        lines = _posted_ahead(lines, receives, row, ahead)
+        lines = _posted_ahead(lines, receives, row, ahead_for(len(stages)))
     return Program(lines, scaled)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MetadataError, StageError
 from penstock.runtime.encoding import HEADER_BYTES, header_tensor, read_header
+from penstock.runtime.engine import edge_of
 from penstock.runtime.metadata import (
     EdgeMeta,
     TensorMeta,
@@ -75,24 +76,23 @@ def arguments(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
 
 
-def versions_of(tensors: Tensors) -> list[int]:
-    """How often each tensor has been changed in place; without gradients nobody counts, and it is not asked."""
-    return [tensor._version for tensor in tensors] if torch.is_grad_enabled() else []
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor has been changed in place; without gradients nobody counts, and it is not asked."""
+    return tensor._version if torch.is_grad_enabled() else None
 
 
-def check_unchanged(tensors: Tensors, versions: Sequence[int]) -> None:
+def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
     """Refuse what a stage has changed after it returned it, for what has been received may be either."""
-    for tensor, version in zip(tensors, versions, strict=False):
-        if tensor._version != version:
-            raise StageError(
-                f"a stage has changed a tensor in place after it returned it, while it was on its way "
-                f"({TensorMeta.of(tensor)}); return a clone of it"
-            )
+    if version is not None and tensor._version != version:
+        raise StageError(
+            f"a stage has changed a tensor in place after it returned it, while it was on its way "
+            f"({TensorMeta.of(tensor)}); return a clone of it"
+        )
 
 
 def roots_of(tensors: Tensors) -> list[GradientEdge]:
     """Where the graphs of tensors that need a gradient begin."""
-    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+    return [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 class Local:
@@ -106,11 +106,11 @@ class Local:
         key = self._base + microbatch
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            if output is ABSENT:
-                step.handed[key] = output, ()
-                return ()
-            leaves = leaves_of(output)
-            step.handed[key] = output, versions_of(leaves)
+            if isinstance(output, torch.Tensor):
+                step.handed[key] = output, version_of(output)
+                return (edge_of(output),) if output.requires_grad else ()
+            leaves = () if output is ABSENT else leaves_of(output)
+            step.handed[key] = output, [version_of(leaf) for leaf in leaves]
             return roots_of(leaves)
 
         return give
@@ -123,13 +123,15 @@ class Local:
             output, versions = step.handed.pop(key)
             if output is ABSENT:
                 return None
-            check_unchanged(leaves_of(output), versions)
             if isinstance(output, torch.Tensor):
+                check_unchanged(output, versions)
                 cut = output.detach()
                 if output.requires_grad:
                     return (cut,), (cut.requires_grad_(),)
                 return (cut,), ()
             leaves, meta = flatten(output)
+            for leaf, version in zip(leaves, versions, strict=True):
+                check_unchanged(leaf, version)
             cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
             return arguments(meta.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad]
 
@@ -194,7 +196,7 @@ class _Remote:
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
             step.leaving_gradients[key] = [
-                _like(gradient, tensor) for gradient, tensor in zip(present(gradients, inputs), inputs, strict=True)
+                like(gradient, tensor) for gradient, tensor in zip(present(gradients, inputs), inputs, strict=True)
             ]
 
         return give
@@ -204,6 +206,7 @@ class _Remote:
         key, progress = self._base + microbatch, self._transport.progress
 
         def take(step: Step) -> Tensors:
+            buffers: Tensors
             buffers, pending = step.arriving_gradients.pop(key)
             progress.waiting = True
             for transfer in pending:
@@ -219,13 +222,12 @@ class _Remote:
 
         def operation(step: Step) -> None:
             tensors = step.leaving_gradients.pop(key)
-            pending = [send(wire(tensor), peer, tag) for tensor in tensors]
-            step.sending[tag] = pending, tensors, versions_of(tensors)
+            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
 
         return operation
 
 
-def _like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The gradient in the layout of its tensor, which is what the other side expects."""
     if gradient.stride() == tensor.stride() and not (gradient.is_conj() or gradient.is_neg()):
         return gradient
@@ -249,13 +251,6 @@ class Agreed(_Remote):
     def give(self, microbatch: int) -> Give:
         """Keep an output for the next stage."""
         key, meta = self._base + microbatch, self._metas[microbatch]
-        first = meta.tensors[0] if meta.is_single else None
-
-        def give_one(step: Step, output: Any) -> Sequence[GradientEdge]:
-            if not meta.matches(output):
-                raise self._unlike(meta, output)
-            step.leaving[key] = (first.arranged(output),)  # type: ignore[union-attr]
-            return (get_gradient_edge(output),) if output.requires_grad else ()
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             if not meta.matches(output):
@@ -264,7 +259,7 @@ class Agreed(_Remote):
             step.leaving[key] = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
             return roots_of(leaves)
 
-        return give_one if first else give
+        return give
 
     def _unlike(self, meta: EdgeMeta, output: Any) -> MetadataError:
         error = mismatch(meta, describe(output), sender=self._sender, receiver=self._receiver)
@@ -275,14 +270,6 @@ class Agreed(_Remote):
         key, meta = self._base + microbatch, self._metas[microbatch]
         needs, progress = [one.requires_grad for one in meta.tensors], self._transport.progress
 
-        def take_one(step: Step) -> Taken:
-            (buffer,), (transfer,) = step.arriving.pop(key)
-            progress.waiting = True
-            transfer.wait()
-            progress.waiting = False
-            one = (buffer.requires_grad_(),)
-            return one, one
-
         def take(step: Step) -> Taken:
             buffers, pending = step.arriving.pop(key)
             progress.waiting = True
@@ -292,7 +279,7 @@ class Agreed(_Remote):
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
             return arguments(meta.unflatten(buffers)), inputs
 
-        return take_one if meta.is_single and needs[0] else take
+        return take
 
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
@@ -301,8 +288,7 @@ class Agreed(_Remote):
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            pending = [send(wire(tensor), peer, tag) for tensor in tensors]
-            step.sending[tag] = pending, tensors, versions_of(tensors)
+            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
 
         return operation
 
@@ -370,12 +356,12 @@ class Announced(_Remote):
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
         key, peer, send = self._base + microbatch, self._peer, self._transport.send
-        tag, first_tag = 2 * key, self._first_tag
+        place = 2 * key
+        tag = self._first_tag + place
 
         def operation(step: Step) -> None:
             tensors = step.leaving.pop(key)
-            pending = [send(wire(tensor), peer, first_tag + tag) for tensor in tensors]
-            step.sending[tag] = pending, tensors, versions_of(tensors)
+            step.sending[place] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
 
         return operation
 

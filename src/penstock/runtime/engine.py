@@ -10,14 +10,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.autograd.graph import GradientEdge
-
 _NOTHING: Final = nullcontext()
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Where the graph of a tensor that needs a gradient begins."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf; one that Python owns must be kept alive
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
 
 
 def _run(*args: Any, **kwargs: Any) -> Any:
@@ -49,9 +56,10 @@ def gradients_at(
 
 def taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of leaves, taken away from them, each in memory that nobody else will change."""
-    found = [leaf.grad for leaf in leaves]
+    found = []
     for leaf in leaves:
-        leaf.grad = None
+        gradient, leaf.grad = leaf.grad, None
+        found.append(gradient)
     return [gradient.clone() if gradient is not None and is_shared(gradient) else gradient for gradient in found]
 
 

@@ -99,6 +99,15 @@ def compiled(
     return Program(_posted_ahead(lines, ahead) if ahead else lines)
 
 
+def ahead_for(stages: int) -> int:
+    """By how many compute actions a rank with so many stages posts each receive earlier than it stands.
+
+    A message needs a moment until it can come, and each that is posted has a buffer. So with one stage it is fewer:
+    such a schedule may be there for its memory.
+    """
+    return 2 if stages == 1 else 4
+
+
 def _posted_ahead(lines: Sequence[Line], count: int) -> list[Line]:
     """Every receive, moved ahead of as many compute actions."""
     keys = []
@@ -147,12 +156,11 @@ def _ending(tags: Sequence[int], progress: Progress) -> Operation:
 
     def ending(step: Step) -> None:
         for tag in tags:
-            pending, tensors, versions = step.sending.pop(tag, ((), (), ()))
-            progress.waiting = True
-            for transfer in pending:
+            for transfer, tensor, version in step.sending.pop(tag, ()):
+                progress.waiting = True
                 transfer.wait()
-            progress.waiting = False
-            check_unchanged(tensors, versions)
+                progress.waiting = False
+                check_unchanged(tensor, version)
 
     return ending
 

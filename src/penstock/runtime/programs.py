@@ -12,7 +12,8 @@ from penstock.lowering.pipeline import lower
 from penstock.runtime import shapes as agreeing
 from penstock.runtime.edges import Agreed, Announced, Local
 from penstock.runtime.operations import Workplace
-from penstock.runtime.program import compiled, only_forwards
+from penstock.runtime.program import ahead_for, compiled, only_forwards
+from penstock.runtime.single_edge import Single, is_single
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 #: Ways to know what goes over an edge, besides giving it.
 INFERRED: Final = "inferred"
 PER_MICROBATCH: Final = "per_microbatch"
-#: By how many compute actions a receive is posted earlier than it stands, where messages do not stand in line: the
-#: transport needs a moment until a message can come, and costs a buffer for each.
-AHEAD: Final = 2
 
 
 class Programs:
@@ -151,7 +149,8 @@ class Programs:
             # If one rank evaluates and another one trains, they must not take each other's messages for their own.
             first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
             return Announced(stage, microbatches, self._transport, peer, device, first_tag)
-        return Agreed(stage, self._transport, peer, device, metas[stage])
+        kind = Single if is_single(metas[stage]) else Agreed
+        return kind(stage, self._transport, peer, device, metas[stage])
 
     def _compiled(
         self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: LossFunction | None, customized: Customized
@@ -160,7 +159,7 @@ class Programs:
             self._stages, edges, count=schedule.stages, microbatches=schedule.microbatches, loss_fn=loss_fn
         )
         transport = self._transport
-        ahead = AHEAD if transport.model.lanes == "message" else 0
+        ahead = ahead_for(len(self._stages)) if transport.model.lanes == "message" else 0
         operation = customized(workplace).operation
         return compiled(schedule, transport.rank, operation, transport.progress, ahead=ahead)
 

@@ -8,12 +8,11 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
 from penstock.runtime.data_parallel import adapter_for
-from penstock.runtime.engine import accumulate, is_shared, taken
+from penstock.runtime.engine import accumulate, edge_of, is_shared, taken
 from penstock.runtime.split_backward import SplitBackward
 
 if TYPE_CHECKING:
@@ -127,13 +126,15 @@ class Stage:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise StageError(f"loss_fn must return one number as a tensor, not {seen}", stage=self.index)
-        return (get_gradient_edge(loss),) if loss.requires_grad else ()
+        return (edge_of(loss),) if loss.requires_grad else ()
 
 
 def _known(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[Sequence[GradientEdge], Sequence[torch.Tensor]]:
     """The roots that have a gradient; one that the next stage has no use for has none."""
+    if len(gradients) == 1 and gradients[0] is not None:
+        return roots, cast("Sequence[torch.Tensor]", gradients)
     if any(gradient is None for gradient in gradients):
         there = [gradient is not None for gradient in gradients]
         return list(compress(roots, there)), [gradient for gradient in gradients if gradient is not None]

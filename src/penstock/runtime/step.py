@@ -49,7 +49,7 @@ class Step:
         handed: activations from a stage of the same rank.
         leaving: activations that have yet to be sent.
         metas: the description of each activation that was sent, where it varies.
-        sending: what has been sent but not been waited for, with the tensors and their versions.
+        sending: what has been sent but not been waited for: transfers, each with its tensor and the version of that.
         samples: how many samples each microbatch has: known at the first stage, and told with what varies.
         target_samples: how many each target has, if they are to be compared.
         flights: microbatches between forward and backward.
@@ -103,10 +103,10 @@ class Step:
         self.handed: dict[int, Any] = {}
         self.leaving: dict[int, Any] = {}
         self.metas: dict[int, EdgeMeta] = {}
-        self.arriving_gradients: dict[int, tuple[Tensors, Sequence[Pending]]] = {}
+        self.arriving_gradients: dict[int, Any] = {}
         self.handed_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
-        self.leaving_gradients: dict[int, Tensors] = {}
-        self.sending: dict[int, tuple[Sequence[Pending], Tensors, Sequence[int]]] = {}
+        self.leaving_gradients: dict[int, Any] = {}
+        self.sending: dict[int, Sequence[tuple[Pending, torch.Tensor, int | None]]] = {}
         self.samples = dict(enumerate(samples))
         self.target_samples = target_samples
         self.flights: dict[int, Flight] = {}
