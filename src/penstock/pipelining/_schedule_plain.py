@@ -70,15 +70,16 @@ class PlainMaker(Maker):
     def backward(self, stage: Any, microbatch: int, before: Any = None, *, receives: bool) -> Operation:
         """A whole backward."""
         by_methods = super().backward(stage, microbatch, before, receives=receives)
-        key, is_first, is_last = (stage.stage_index, microbatch), stage.is_first, stage.is_last
+        index, is_first, is_last = stage.stage_index, stage.is_first, stage.is_last
+        root_of = _root_of_loss if is_last else _root_of_output
 
         def run_backward(step: Step) -> None:
-            root = _root(stage, microbatch, step, receives=receives)
+            root = root_of(stage, microbatch, step, receives)
             if root is None:
                 by_methods(step)
                 return
             outputs, inputs = stage.fwd_cache.pop(microbatch)
-            step.counter[key[0]] += 1
+            step.counter[index] += 1
             gradients = _whole_backward(stage, root, inputs)
             if is_last:
                 cut_off(root[:1] if is_first else (*outputs, root[0]))
@@ -89,9 +90,11 @@ class PlainMaker(Maker):
     def _backward_input(self, stage: Any, microbatch: int, before: Any, *, receives: bool) -> Operation:
         by_methods = super()._backward_input(stage, microbatch, before, receives=receives)
         is_first, is_last = stage.is_first, stage.is_last
+        root_of = _root_of_loss if is_last else _root_of_output
 
         def run_backward_input(step: Step) -> None:
-            root = _root(stage, microbatch, step, receives=receives, halves=not is_first)
+            ends_at_one = is_first or _has_one_input(stage, microbatch)
+            root = root_of(stage, microbatch, step, receives) if ends_at_one else None
             if root is None:
                 by_methods(step)
                 return
@@ -252,24 +255,21 @@ def _hand_back(stage: Any, microbatch: int, gradients: Gradients, before: Any) -
         before.set_local_bwd_input(gradients, microbatch)
 
 
-def _root(stage: Any, microbatch: int, step: Step, *, receives: bool, halves: bool = False) -> Root | None:
-    """Where the backward of a microbatch begins; None if it does not begin at one tensor, or nothing has come.
+def _root_of_loss(stage: Any, microbatch: int, step: Step, _receives: bool) -> Root | None:
+    """Where the backward of a microbatch in the last stage begins; None if that is not at a loss of one number."""
+    if microbatch not in stage.fwd_cache or microbatch in stage._by_keyword:
+        return None
+    loss = step.schedule._maybe_get_loss(stage, microbatch)
+    if type(loss) is not torch.Tensor or not loss.requires_grad or loss.numel() != 1:
+        return None
+    return loss, torch.ones_like(loss)
 
-    For a backward in halves, it must also end at one, which is a leaf.
-    """
-    known = stage.fwd_cache.get(microbatch)
-    if known is None or microbatch in stage._by_keyword:
-        return None
-    outputs, inputs = known
-    if halves and not (len(inputs) == 1 and type(inputs[0]) is torch.Tensor and _is_wanted(inputs[0])):
-        return None
-    if stage.is_last:
-        loss = step.schedule._maybe_get_loss(stage, microbatch)
-        if type(loss) is not torch.Tensor or not loss.requires_grad or loss.numel() != 1:
-            return None
-        return loss, torch.ones_like(loss)
+
+def _root_of_output(stage: Any, microbatch: int, step: Step, receives: bool) -> Root | None:
+    """The same in another stage; None if it does not begin at one tensor, or nothing has come."""
+    outputs, _ = stage.fwd_cache.get(microbatch, _NOTHING)
     info = _only(stage.grad_recv_info[microbatch])
-    if info is None or len(outputs) != 1 or not _is_root(outputs[0]):
+    if info is None or len(outputs) != 1 or not _is_root(outputs[0]) or microbatch in stage._by_keyword:
         return None
     if receives and not _waited(step.backward_receives, (stage.stage_index, microbatch)):
         return None
@@ -280,6 +280,12 @@ def _root(stage: Any, microbatch: int, step: Step, *, receives: bool, halves: bo
     return outputs[0], gradient
 
 
+def _has_one_input(stage: Any, microbatch: int) -> bool:
+    """Whether a backward in halves ends at one tensor, which is a leaf."""
+    _, inputs = stage.fwd_cache.get(microbatch, _NOTHING)
+    return len(inputs) == 1 and type(inputs[0]) is torch.Tensor and inputs[0].requires_grad and inputs[0].is_leaf
+
+
 def _begins_at_one(outputs: Any, gradients: Any) -> bool:
     """Whether the backward of these outputs with these gradients begins at one tensor."""
     if type(outputs) is not tuple or type(gradients) is not tuple or len(outputs) != 1 or len(gradients) != 1:
@@ -287,21 +293,19 @@ def _begins_at_one(outputs: Any, gradients: Any) -> bool:
     return type(gradients[0]) is torch.Tensor and _is_root(outputs[0])
 
 
-def _is_wanted(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
-
-
 def _is_root(output: Any) -> bool:
     return type(output) is GradientEdge or (type(output) is torch.Tensor and output.requires_grad)
 
 
 def _whole_backward(stage: Any, root: Root, inputs: list[Any]) -> Gradients:
-    stage._watch_gradients()
+    if stage._without_gradient is None:
+        stage._watch_gradients()
     try:
         accumulate(root[:1], root[1:])
     except Exception as error:
         raise _failure(stage, "backward", root, inputs, error) from error
-    stage._own_gradients()
+    if stage._without_gradient:
+        stage._own_gradients()
     gradients: Gradients = stage._agreed(stage._gradients_of(inputs))
     return gradients
 

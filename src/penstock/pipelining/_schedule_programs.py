@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, RECV_B, RECV_F, REDUCE_GRAD
+from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, RECV_B, RECV_F, REDUCE_GRAD, SEND_B, SEND_F
 from penstock.pipelining._schedule_actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule_engine import Line, Program
 from penstock.pipelining._schedule_maker import Calls, Maker
@@ -23,14 +23,21 @@ from penstock.pipelining._schedule_plain import PlainMaker
 from penstock.pipelining._schedule_sends import ends_of_sends
 from penstock.pipelining._schedule_shortcuts import Shortcut
 from penstock.pipelining._stage_compute import is_as_written
+from penstock.pipelining._stage_inference import StageInference
 from penstock.pipelining._stage_transfers import is_gloo
-from penstock.runtime.program import ahead_for
+from penstock.runtime.posting import Place, by_posting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._schedule_engine import Custom
+
+
+_SENDS: Final = (SEND_F, SEND_B)
+_RECEIVES: Final = (RECV_F, RECV_B)
+#: Stands for the rank of a message where that is not known.
+_SOME_RANK: Final = -1
 
 
 class Kept:
@@ -99,7 +106,7 @@ def of_order(
     ended, left = ends_of_sends(rows, rank)
     lines: list[Line] = []
     scaled: list[Any] = []
-    receives: set[int] = set()
+    transfers: dict[int, _Action] = {}
     done: Counter[int] = Counter()
     for place, action in enumerate(row):
         kind, label = action.computation_type, _get_profiler_function_name(action)
@@ -108,8 +115,8 @@ def of_order(
         if kind in customs:
             lines.append(Line(custom(customs[kind], action), label, place))
         else:
-            if kind in (RECV_F, RECV_B):
-                receives.add(len(lines))
+            if kind in _SENDS or kind in _RECEIVES:
+                transfers[len(lines)] = action
             lines.append(Line(maker.operation(action, place), label, place))
             scaled += [maker.stage(action)] if kind is REDUCE_GRAD and trains else []
         for leaf in action.leaves if scales_after_backward and trains else ():
@@ -121,7 +128,7 @@ def of_order(
     if left:
         lines.append(Line(ending(left), None, len(row) - 1))
     if not customs and may_post_ahead(stages.values()):
-        lines = _posted_ahead(lines, receives, row, ahead_for(len(stages)))
+        lines = _posted_early(lines, transfers, row, stages)
     return Program(lines, scaled)
 
 
@@ -148,11 +155,23 @@ def _receives_in_the_usual_way(stage: Any) -> bool:
     return is_as_written(stage, "get_fwd_recv_ops", "get_bwd_recv_ops", "_get_recv_ops")
 
 
-def _posted_ahead(lines: Sequence[Line], receives: set[int], row: Sequence[_Action], ahead: int) -> list[Line]:
-    """The lines that are receives, each moved ahead of some compute actions; they keep their order."""
+def _posted_early(
+    lines: Sequence[Line], transfers: Mapping[int, _Action], row: Sequence[_Action], stages: Mapping[int, Any]
+) -> list[Line]:
+    """The same lines with receives ahead of some compute actions. Transfers are given by the number of their line.
+
+    The messages of a rank must be received in the order in which they are sent. If a stage may talk to others than its
+    neighbours, all messages are taken for those of one rank.
+    """
     computed = [0, *accumulate(action.is_compute for action in row)]
-    keys = [
-        (computed[line.step] - ahead, 0, place) if place in receives else (computed[line.step], 1, place)
-        for place, line in enumerate(lines)
-    ]
-    return [lines[place] for _, _, place in sorted(keys)]
+    to_neighbours = all(isinstance(stage, StageInference) for stage in stages.values())
+    places = []
+    for number, line in enumerate(lines):
+        place = Place(computed[line.step])
+        if number in transfers:
+            stage, kind, *_ = transfers[number]
+            other = stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
+            peer = stages[stage].stage_index_to_group_rank.get(other, _SOME_RANK) if to_neighbours else _SOME_RANK
+            place = place._replace(**{"sends_to" if kind in _SENDS else "receives_from": peer})
+        places.append(place)
+    return [lines[number] for number in by_posting(places)]

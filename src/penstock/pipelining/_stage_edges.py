@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C import _FunctionBase
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 
@@ -21,6 +19,7 @@ from penstock.pipelining._utils import (
     _DTensorMeta,
     to_local_if_dtensor,
 )
+from penstock.runtime.engine import edge_of
 from penstock.runtime.metadata import wire
 
 if TYPE_CHECKING:
@@ -330,11 +329,7 @@ def beginning(output: Any) -> Any:
     """Where the backward of an output begins, without the output; None if it has none; a leaf itself."""
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
         return None
-    if output.grad_fn is None:
-        return output
-    if isinstance(output.grad_fn, _FunctionBase):  # written in Python: such a node does not live by itself
-        return get_gradient_edge(output)
-    return GradientEdge(output.grad_fn, output.output_nr)
+    return output if output.grad_fn is None else edge_of(output)
 
 
 def _zero(info: _RecvInfo, device: torch.device) -> None:

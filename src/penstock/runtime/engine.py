@@ -27,11 +27,9 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
-def _run(*args: Any, **kwargs: Any) -> Any:
-    if torch._C._is_any_autocast_enabled():
-        with without_autocast():
-            return _run_backward(*args, **kwargs)
-    return _run_backward(*args, **kwargs)
+def _run_without_autocast(*args: Any, **kwargs: Any) -> Any:
+    with without_autocast():
+        return _run_backward(*args, **kwargs)
 
 
 def without_autocast() -> AbstractContextManager[None]:
@@ -41,14 +39,16 @@ def without_autocast() -> AbstractContextManager[None]:
 
 def accumulate(roots: Sequence[GradientEdge | torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Run a backward from the roots; gradients are added to ``.grad`` of every leaf that is reached."""
-    _run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run_backward
+    run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def gradients_at(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], wanted: Sequence[GradientEdge | torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
     """Run as much of a backward as leads to the wanted edges or leaves; what flows there, None where nothing does."""
-    found: tuple[torch.Tensor | None, ...] = _run(
+    run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run_backward
+    found: tuple[torch.Tensor | None, ...] = run(
         tuple(roots), tuple(gradients), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
     )
     return found

@@ -9,6 +9,7 @@ import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD, RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.runtime.edges import check_unchanged
+from penstock.runtime.posting import Place, by_posting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -72,7 +73,7 @@ def compiled(
     operation_of: Callable[[Action], Operation | None],
     progress: Progress,
     *,
-    ahead: int = 0,
+    early: bool = False,
 ) -> Program:
     """The program of one rank.
 
@@ -81,42 +82,36 @@ def compiled(
         rank: whose program it is.
         operation_of: makes the operation of an action; None if the action needs none.
         progress: is told when an operation waits.
-        ahead: by how many compute actions each receive is posted earlier than it stands; more than 0 is right only for
-            a transport whose messages do not stand in line.
+        early: whether receives are posted before they stand; right only for a transport whose messages do not stand in
+            line.
     """
     rank_of = schedule.placement.rank_of
     row = [action for action in schedule.actions[rank] if action is not None]
     released, left = _releases(schedule, rank)
-    lines = []
+    lines, places = [], []
+    computed = 0
     for position, action in enumerate(row):
         operation = operation_of(action)
         if operation is not None:
             lines.append(Line(operation, str(action), action, _waits_for(action, rank, rank_of)))
+            places.append(_place(action, computed, rank_of))
+        computed += action.is_compute
         if position in released:
             lines.append(Line(_ending(released[position], progress), str(action), action, None))
+            places.append(Place(computed))
     for peer, tags in left.items():
         lines.append(Line(_ending(tags, progress), f"the end of its sends to rank {peer}", None, peer))
-    return Program(_posted_ahead(lines, ahead) if ahead else lines)
+        places.append(Place(computed))
+    return Program([lines[number] for number in by_posting(places)] if early else lines)
 
 
-def ahead_for(stages: int) -> int:
-    """By how many compute actions a rank with so many stages posts each receive earlier than it stands.
-
-    A message needs a moment until it can come, and each that is posted has a buffer. So with one stage it is fewer:
-    such a schedule may be there for its memory.
-    """
-    return 2 if stages == 1 else 4
-
-
-def _posted_ahead(lines: Sequence[Line], count: int) -> list[Line]:
-    """Every receive, moved ahead of as many compute actions."""
-    keys = []
-    computed = 0
-    for place, line in enumerate(lines):
-        receives = line.action is not None and line.action.computation_type in (RECV_F, RECV_B)
-        keys.append((computed - count, 0, place) if receives else (computed, 1, place))
-        computed += line.action is not None and line.action.is_compute
-    return [lines[place] for _, _, place in sorted(keys)]
+def _place(action: Action, computed: int, rank_of: Sequence[int]) -> Place:
+    kind, stage = action.computation_type, action.stage_index
+    if kind in (SEND_F, SEND_B):
+        return Place(computed, sends_to=rank_of[stage + 1 if kind is SEND_F else stage - 1])
+    if kind in (RECV_F, RECV_B):
+        return Place(computed, receives_from=rank_of[stage - 1 if kind is RECV_F else stage + 1])
+    return Place(computed)
 
 
 def _named(label: str, operation: Operation) -> Operation:

@@ -12,7 +12,7 @@ from penstock.lowering.pipeline import lower
 from penstock.runtime import shapes as agreeing
 from penstock.runtime.edges import Agreed, Announced, Local
 from penstock.runtime.operations import Workplace
-from penstock.runtime.program import ahead_for, compiled, only_forwards
+from penstock.runtime.program import compiled, only_forwards
 from penstock.runtime.single_edge import Single, is_single
 
 if TYPE_CHECKING:
@@ -159,9 +159,9 @@ class Programs:
             self._stages, edges, count=schedule.stages, microbatches=schedule.microbatches, loss_fn=loss_fn
         )
         transport = self._transport
-        ahead = ahead_for(len(self._stages)) if transport.model.lanes == "message" else 0
+        early = transport.model.lanes == "message"
         operation = customized(workplace).operation
-        return compiled(schedule, transport.rank, operation, transport.progress, ahead=ahead)
+        return compiled(schedule, transport.rank, operation, transport.progress, early=early)
 
 
 def check_shapes(shapes: object) -> None:
