@@ -293,11 +293,12 @@ class _PipelineSchedule(ABC):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[list[Any] | None, list[Any] | None, list[Any] | None]:
         """The microbatches of what ``step`` is given."""
-        split = {name: kwargs.get(name) for name in _SPLIT}
-        kwargs = {name: value for name, value in kwargs.items() if name not in _SPLIT}
-        if any(value is not None for value in split.values()):
-            _check_split(split, args, kwargs, target)
-            return split["arg_mbs"], split["kwarg_mbs"], split["target_mbs"]
+        if kwargs:
+            split = {name: kwargs.get(name) for name in _SPLIT}
+            kwargs = {name: value for name, value in kwargs.items() if name not in _SPLIT}
+            if any(value is not None for value in split.values()):
+                _check_split(split, args, kwargs, target)
+                return split["arg_mbs"], split["kwarg_mbs"], split["target_mbs"]
         arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
         if target is None:
             return arg_mbs, kwarg_mbs, None
@@ -436,7 +437,7 @@ def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str,
 
 def _warn_of_sizes(targets: list[Any]) -> None:
     """Microbatches count alike, so that the mean of their means is not the mean over the batch if sizes differ."""
-    sizes = [len(target) for target in targets]
+    sizes = [one.shape[0] if isinstance(one, torch.Tensor) else len(one) for one in targets]  # len takes much longer
     if len(set(sizes)) > 1:
         warnings.warn(
             f"microbatches have {', '.join(map(str, sizes))} samples, and each counts alike, for gradients are divided "

@@ -16,7 +16,7 @@ from penstock.pipelining._stage_compute import LEFT, cut_off, flat, nothing
 from penstock.pipelining._stage_edges import beginning
 from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple
 from penstock.pipelining._utils import _TensorMeta
-from penstock.runtime.engine import accumulate
+from penstock.runtime.engine import accumulate, taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -306,6 +306,8 @@ def _whole_backward(stage: Any, root: Root, inputs: list[Any]) -> Gradients:
         raise _failure(stage, "backward", root, inputs, error) from error
     if stage._without_gradient:
         stage._own_gradients()
+    if not stage.is_first and len(inputs) == 1 and type(inputs[0]) is torch.Tensor and inputs[0].is_leaf:
+        return tuple(taken(inputs))
     gradients: Gradients = stage._agreed(stage._gradients_of(inputs))
     return gradients
 

@@ -382,13 +382,15 @@ def is_as_written(stage: Any, *methods: str) -> bool:
     """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
     if not isinstance(stage, StageCompute) or not vars(stage).keys().isdisjoint(methods):
         return False
-    found = _attributes(methods)
-    return bool(found(type(stage)) == found(StageCompute))
+    found, written = _attributes(methods)
+    return bool(found(type(stage)) == written)
 
 
 @cache
-def _attributes(names: tuple[str, ...]) -> attrgetter[Any]:
-    return attrgetter(*names)
+def _attributes(names: tuple[str, ...]) -> tuple[attrgetter[Any], Any]:
+    """What finds these attributes, and what it finds in the class here."""
+    found = attrgetter(*names)
+    return found, found(StageCompute)
 
 
 def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -11,6 +11,7 @@ from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
 from penstock.runtime.metadata import wire
 
 _REMEMBERED = 16
+_GLOO = getattr(dist, "ProcessGroupGloo", None)  # torch may be built without
 
 
 def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
@@ -161,7 +162,7 @@ class Connection:
         """The peer is a rank in the group."""
         self._group, self._peer = group, peer
         # A call of the group takes twice as long as one of its backend.
-        begins: Any = group._get_backend(device) if is_gloo(group, device) else group
+        begins: Any = _gloo_of(group, device) or group
         self._send, self._receive = begins.send, begins.recv
 
     def send(self, tensor: torch.Tensor) -> Any:
@@ -179,9 +180,18 @@ class Connection:
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether a group carries tensors on a device by gloo."""
-    if group is None:
-        group = dist.group.WORLD
-    return type(group) is dist.ProcessGroup and f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+    return _gloo_of(dist.group.WORLD if group is None else group, device) is not None
+
+
+def _gloo_of(group: Any, device: torch.device) -> Any:
+    """What carries a group's tensors on a device, if that is gloo; None if it is not."""
+    if type(group) is not dist.ProcessGroup:
+        return None
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # there is none for the device
+        return None
+    return backend if type(backend) is _GLOO else None
 
 
 def _told(described: Any) -> str:
