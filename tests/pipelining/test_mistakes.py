@@ -8,6 +8,7 @@ from penstock.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 from penstock.pipelining._stage_wire import from_tensors
@@ -72,3 +73,26 @@ def test_a_failure_of_one_stage_per_rank_names_the_stage(caplog):
         with pytest.raises(RuntimeError, match="broken"):
             schedule.step(numbers(1, 4, WIDTH))
     assert "rank 0: ScheduleGPipe of stage 0 failed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+def test_a_loss_that_is_detached_is_refused(kind):
+    with fake_group():
+        stage = PipelineStage(layers(1)[0], 0, 1, CPU)
+        stages = [stage] if kind is ScheduleInterleaved1F1B else stage
+        schedule = kind(stages, 2, loss_fn=lambda output, target: averaged(output.detach(), target))
+        with pytest.raises(RuntimeError, match="the loss does not require grad"):
+            schedule.step(numbers(1, 4, WIDTH), target=numbers(2, 4, WIDTH))
+
+
+def test_a_detached_loss_is_refused_in_halves_too():
+    with fake_group():
+        stages = [PipelineStage(layers(1)[0], index, 2, CPU) for index in range(2)]
+        schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=lambda y, target: averaged(y.detach(), target))
+        with pytest.raises(RuntimeError, match="the output of the last stage does: is it detached in loss_fn"):
+            schedule.step(numbers(1, 4, WIDTH), target=numbers(2, 4, WIDTH))
+
+
+def test_a_batch_that_is_too_small_is_told():
+    with fake_group(), pytest.raises(ValueError, match="Expecting 4 arg_mbs but got 2: a batch needs at least one"):
+        ScheduleGPipe(PipelineStage(layers(1)[0], 0, 1, CPU), 4, loss_fn=averaged).step(numbers(1, 2, WIDTH))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.posting import AHEAD, Place, by_posting
+from penstock.runtime.posting import AHEAD, LEEWAY, Place, by_posting
 
 KINDS = st.sampled_from(["compute", "send", "receive"])
 
@@ -53,7 +53,7 @@ def test_receives_are_posted_early_and_not_too_early(places):
     now = early_until(places, by_posting(places))
     for number, place in enumerate(places):
         if place.receives_from is not None:
-            assert max(0, place.computed - AHEAD - 2) <= now[number] <= place.computed
+            assert max(0, place.computed - AHEAD - LEEWAY) <= now[number] <= place.computed
 
 
 @given(rows())
@@ -63,7 +63,8 @@ def test_receives_stand_behind_a_send_to_the_same_rank_if_there_is_one_in_reach(
     for number, place in enumerate(places):
         if place.receives_from is None:
             continue
-        reach = range(place.computed - AHEAD - 2, place.computed + 1)
+        moment = place.computed - AHEAD
+        reach = range(moment - LEEWAY, moment + LEEWAY + 1)
         sends = [
             other for other, one in enumerate(places) if one.sends_to == place.receives_from and one.computed in reach
         ]

@@ -271,3 +271,55 @@ def test_outputs_that_cannot_be_merged_are_an_error_on_every_rank():
                 return "cannot be concatenated" in str(error)
 
     assert run_in_threads(worker, 2, timeout=60) == [True, True]
+
+
+@pytest.mark.parametrize(("name", "ranks"), PLACES)
+def test_a_loss_that_is_detached_is_refused(name, ranks):
+    with pytest.raises(StepError, match=r"the loss does not depend on the output of the last stage"):
+        run(
+            [linear(), linear()],
+            built(name, ranks),
+            values(8, 4),
+            values(8, 4),
+            loss=lambda output, target: functional.mse_loss(output.detach(), target),
+        )
+
+
+def test_a_model_of_which_nothing_is_trained_needs_no_loss_that_depends_on_it():
+    frozen = [linear().requires_grad_(False), linear().requires_grad_(False)]
+    output = run(frozen, built("1F1B", 2), values(8, 4), values(8, 4))[1]
+    assert output.shape == (8, 4)
+    assert all(parameter.grad is None for module in frozen for parameter in module.parameters())
+
+
+def test_a_loss_that_does_not_need_a_target_gets_none():
+    run([linear(), linear()], built("1F1B", 2), values(8, 4), None, loss=lambda output, _: output.mean())
+
+
+def test_a_target_that_is_forgotten_is_named():
+    with pytest.raises(StepError, match=r"called without a target: pass target= on the rank of the last stage"):
+        run([linear(), linear()], built("1F1B", 2), values(8, 4), None)
+
+
+class Growing(nn.Module):
+    """Returns the same list again and again, with more in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = linear(), []
+
+    def forward(self, x):
+        self.kept.append(self.layer(x))
+        return self.kept
+
+
+class Summing(nn.Module):
+    """Takes a list."""
+
+    def forward(self, values):
+        return sum(values)
+
+
+def test_a_container_that_is_changed_after_it_was_returned_is_refused():
+    with pytest.raises(StepError, match=r"changed a container after it returned it: it had 2 tensors and has 5"):
+        run([Growing(), Summing()], built("LoopedBFS", 1), values(8, 4), values(8, 4))

@@ -133,8 +133,7 @@ def launch(
         environment: what to start from; by default that of this process.
     """
     given = os.environ if environment is None else environment
-    port = free_port()
-    with _Signals() as signals, _Guard() as guard:
+    with reserved_port() as port, _Signals() as signals, _Guard() as guard:
         job = _Job(hear, timeout, interrupt, signals)
         try:
             for rank in range(ranks):
@@ -169,10 +168,16 @@ def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -
     return {**chosen, **kept, **{name: str(value) for name, value in of_the_rank.items()}}
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this machine that nobody gets by chance, until the ranks listen at it seconds later.
+
+    It is bound here, and not listened at; whoever asks for just this one, as the store of the ranks does, gets it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def cores() -> int:

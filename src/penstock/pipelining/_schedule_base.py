@@ -333,7 +333,10 @@ class _PipelineSchedule(ABC):
             if given is not None and not isinstance(given, list):
                 raise TypeError(f"{name} must be a list but got a {type(given)}")
             if given is not None and len(given) != self._n_microbatches:
-                raise ValueError(f"Expecting {self._n_microbatches} {name} but got {len(given)}")
+                raise ValueError(
+                    f"Expecting {self._n_microbatches} {name} but got {len(given)}: a batch needs at least one sample "
+                    "for each microbatch"
+                )
         if losses is not None and not isinstance(losses, list):
             raise TypeError(f"losses must be a list but got a {type(losses)}")
         arg_mbs = [()] * self._n_microbatches if arg_mbs is None else arg_mbs

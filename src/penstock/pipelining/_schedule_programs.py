@@ -25,7 +25,7 @@ from penstock.pipelining._schedule_shortcuts import Shortcut
 from penstock.pipelining._stage_compute import is_as_written
 from penstock.pipelining._stage_inference import StageInference
 from penstock.pipelining._stage_transfers import is_gloo
-from penstock.runtime.posting import Place, by_posting
+from penstock.runtime.posting import Place, by_posting, computed_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from penstock.pipelining._schedule_engine import Custom
 
 
-_SENDS: Final = (SEND_F, SEND_B)
-_RECEIVES: Final = (RECV_F, RECV_B)
+_TRANSFERS: Final = frozenset({SEND_F, SEND_B, RECV_F, RECV_B})
 #: Stands for the rank of a message where that is not known.
 _SOME_RANK: Final = -1
 
@@ -115,7 +114,7 @@ def of_order(
         if kind in customs:
             lines.append(Line(custom(customs[kind], action), label, place))
         else:
-            if kind in _SENDS or kind in _RECEIVES:
+            if kind in _TRANSFERS:
                 transfers[len(lines)] = action
             lines.append(Line(maker.operation(action, place), label, place))
             scaled += [maker.stage(action)] if kind is REDUCE_GRAD and trains else []
@@ -163,15 +162,14 @@ def _posted_early(
     The messages of a rank must be received in the order in which they are sent. If a stage may talk to others than its
     neighbours, all messages are taken for those of one rank.
     """
-    computed = [0, *accumulate(action.is_compute for action in row)]
-    to_neighbours = all(isinstance(stage, StageInference) for stage in stages.values())
-    places = []
-    for number, line in enumerate(lines):
-        place = Place(computed[line.step])
-        if number in transfers:
-            stage, kind, *_ = transfers[number]
-            other = stage + 1 if kind in (SEND_F, RECV_B) else stage - 1
-            peer = stages[stage].stage_index_to_group_rank.get(other, _SOME_RANK) if to_neighbours else _SOME_RANK
-            place = place._replace(**{"sends_to" if kind in _SENDS else "receives_from": peer})
-        places.append(place)
-    return [lines[number] for number in by_posting(places)]
+    computed = [0, *accumulate(map(computed_by, row))]
+    known = all(isinstance(stage, StageInference) for stage in stages.values())
+
+    def place_of(number: int, line: Line) -> Place:
+        action, before = transfers.get(number), computed[line.step]
+        if action is None:
+            return Place(before)
+        ranks = stages[action.stage_index].stage_index_to_group_rank if known else {}
+        return Place.of(action, before, lambda stage: ranks.get(stage, _SOME_RANK))
+
+    return [lines[number] for number in by_posting([place_of(*one) for one in enumerate(lines)])]

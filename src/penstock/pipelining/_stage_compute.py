@@ -136,6 +136,8 @@ class StageCompute(StageEdges):
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
         by_keyword = self._by_keyword.pop(bwd_chunk_id, 0)
         is_first, is_last = self.is_first, self.is_last
+        if is_last:
+            _check_depends(loss, outputs)
         beginning = {
             "stage_output": loss if is_last else outputs,
             "output_grads": None if is_last else self._output_gradients(bwd_chunk_id, outputs),
@@ -378,6 +380,10 @@ class StageCompute(StageEdges):
             self.scale_grads(grad_scale_factor)
 
 
+#: What the class has here. A program may replace it, too.
+_WRITTEN: Final = {name: getattr(StageCompute, name) for name in dir(StageCompute)}
+
+
 def is_as_written(stage: Any, *methods: str) -> bool:
     """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
     if not isinstance(stage, StageCompute) or not vars(stage).keys().isdisjoint(methods):
@@ -389,8 +395,8 @@ def is_as_written(stage: Any, *methods: str) -> bool:
 @cache
 def _attributes(names: tuple[str, ...]) -> tuple[attrgetter[Any], Any]:
     """What finds these attributes, and what it finds in the class here."""
-    found = attrgetter(*names)
-    return found, found(StageCompute)
+    written = tuple(_WRITTEN[name] for name in names)
+    return attrgetter(*names), written if len(names) > 1 else written[0]
 
 
 def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -440,6 +446,15 @@ def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], 
             roots.append(output)
             known.append(gradient)
     return roots, known
+
+
+def _check_depends(loss: Any, outputs: Sequence[Any]) -> None:
+    """Refuse a loss by which nothing would be trained, though the outputs need gradients."""
+    if isinstance(loss, torch.Tensor) and not loss.requires_grad and any(map(_needs_gradient, outputs)):
+        raise RuntimeError(
+            "the loss does not require grad, though the output of the last stage does: is it detached in loss_fn, made "
+            "by .item() or under no_grad?"
+        )
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -180,11 +180,13 @@ class Connection:
 
 def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether a group carries tensors on a device by gloo."""
-    return _gloo_of(dist.group.WORLD if group is None else group, device) is not None
+    if group is None:
+        group = dist.group.WORLD
+    return type(group) is dist.ProcessGroup and f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def _gloo_of(group: Any, device: torch.device) -> Any:
-    """What carries a group's tensors on a device, if that is gloo; None if it is not."""
+    """What carries a group's tensors on a device, if that is gloo, with nothing around it; None if it is not."""
     if type(group) is not dist.ProcessGroup:
         return None
     try:

@@ -130,6 +130,11 @@ class Local:
                     return (cut,), (cut.requires_grad_(),)
                 return (cut,), ()
             leaves, meta = flatten(output)
+            if len(leaves) != len(versions):
+                raise StageError(
+                    f"a stage has changed a container after it returned it: it had {len(versions)} tensors and has "
+                    f"{len(leaves)}; return a new one for every microbatch"
+                )
             for leaf, version in zip(leaves, versions, strict=True):
                 check_unchanged(leaf, version)
             cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]

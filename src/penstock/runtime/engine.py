@@ -56,10 +56,9 @@ def gradients_at(
 
 def taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of leaves, taken away from them, each in memory that nobody else will change."""
-    found = []
+    found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
-        gradient, leaf.grad = leaf.grad, None
-        found.append(gradient)
+        leaf.grad = None
     return [gradient.clone() if gradient is not None and is_shared(gradient) else gradient for gradient in found]
 
 

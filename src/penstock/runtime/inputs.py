@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from penstock.runtime.engine import accumulate
+from penstock.runtime.trees import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,7 +21,9 @@ def tensors_in(values: tuple[Any, ...] | dict[str, Any]) -> list[torch.Tensor]:
             break
     else:
         return given
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, values)
+    return found
 
 
 class Detached:
@@ -52,7 +54,7 @@ class Detached:
     def _cut(self, values: Any) -> Any:
         for tensor in tensors_in(values):
             if tensor.requires_grad:
-                return pytree.tree_map_only(torch.Tensor, self._leaf, values)
+                return map_tensors(self._leaf, values)
         return values
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from penstock.errors import StageError
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -23,6 +23,7 @@ from penstock.ir.actions import (
 )
 from penstock.runtime.edges import ABSENT
 from penstock.runtime.step import Flight
+from penstock.runtime.trees import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -110,8 +111,8 @@ class Workplace:
                 return ()
             if step.samples:
                 step.check_samples(microbatch)
-            loss = loss_fn(output, step.targets[microbatch])
-            roots = stage.loss_root(loss)
+            loss = _loss(loss_fn, output, step.targets[microbatch])
+            roots = stage.loss_root(loss, output)
             step.losses[microbatch] = loss = loss.detach()
             if roots:
                 step.seeds[microbatch] = step.seed(loss, step.shares[microbatch])
@@ -182,6 +183,18 @@ class Workplace:
         return None if parallel is None else lambda _: parallel.reduce()
 
 
+def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    try:
+        return loss_fn(output, target)
+    except Exception as error:
+        if target is not None:
+            raise
+        raise StageError(
+            f"loss_fn raised {type(error).__name__}: {error}; it was called without a target: pass target= on the rank "
+            "of the last stage"
+        ) from error
+
+
 def _in_turn(parts: Sequence[Operation]) -> Operation:
     def in_turn(step: Step) -> None:
         for part in parts:
@@ -196,9 +209,7 @@ def _microbatch(action: Action) -> int:
 
 def without_history(output: Any) -> Any:
     """The same tensors, cut off from what made them."""
-    if isinstance(output, torch.Tensor):
-        return output.detach()
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+    return map_tensors(torch.Tensor.detach, output)
 
 
 _MAKERS: Mapping[ComputationType, Callable[[Workplace, Action], Operation | None]] = {

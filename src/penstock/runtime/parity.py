@@ -151,7 +151,8 @@ class Parity:
     def _told(self) -> list[str]:
         wrong = self.wrong
         if not wrong:
-            return [f"{len(self.differences)} gradients and losses are those of the unsplit model"]
+            told = f"{len(self.differences)} gradients and losses are those of the unsplit model"
+            return [f"{told}, run microbatch by microbatch"]
         lines = [f"{len(wrong)} of {len(self.differences)} gradients and losses are not those of the unsplit model:"]
         lines += [f"- {one}" for one in wrong[:_SHOWN]]
         if len(wrong) > _SHOWN:

@@ -118,7 +118,7 @@ class PlainRun:
             if len(self.outputs) == microbatch:  # and not one that is run once more
                 self.outputs.append(copied(output))
             loss = self._loss_fn(output, target)  # type: ignore[misc]
-            return loss, Flight(stage.loss_root(loss), inputs)
+            return loss, Flight(stage.loss_root(loss, output), inputs)
 
         output, flight = call(begin, copied(kwargs))
         if last:

@@ -7,22 +7,26 @@ is woken up once. With small stages that is a good part of what a message costs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
+
+from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Callable, Container, Sequence
+
+    from penstock.ir.actions import Action
 
 #: By how many compute actions a receive is posted earlier than it stands.
 AHEAD: Final = 4
-#: By how many more at most, to be beside a send.
-_FURTHER: Final = 2
+#: By how many more or fewer at most, to be beside a send.
+LEEWAY: Final = 2
 
 
 class Place(NamedTuple):
     """Where an operation of a rank stands.
 
     Attributes:
-        computed: how many compute actions stand before it.
+        computed: how many compute actions stand before it, the parts of an overlap each for themselves.
         sends_to: the rank that it sends to, if it does.
         receives_from: the rank that it receives from, if it does.
     """
@@ -31,11 +35,28 @@ class Place(NamedTuple):
     sends_to: int | None = None
     receives_from: int | None = None
 
+    @classmethod
+    def of(cls, action: Action, computed: int, rank_of: Callable[[int], int]) -> Self:
+        """The place of an action; ``rank_of`` tells where a stage is."""
+        kind, stage = action.computation_type, action.stage_index
+        if kind in (SEND_F, SEND_B):
+            return cls(computed, sends_to=rank_of(stage + 1 if kind is SEND_F else stage - 1))
+        if kind in (RECV_F, RECV_B):
+            return cls(computed, receives_from=rank_of(stage - 1 if kind is RECV_F else stage + 1))
+        return cls(computed)
+
+
+def computed_by(action: Action) -> int:
+    """How many compute actions an action is."""
+    return len(action.leaves) if action.is_compute else 0
+
 
 def by_posting(places: Sequence[Place]) -> list[int]:
-    """The order in which operations run, as numbers of places: receives are moved ahead, all else stays in order.
+    """The order in which operations run, as numbers of places: receives are moved, all else stays in order.
 
-    Those from one rank stay in order, too. O(n log n): a sort.
+    Those from one rank stay in order, too, and none is posted after a compute action that it stands before. Behind a
+    send, or the wait for an earlier one, it may come: to post a send blocks nobody, and a send is waited for when
+    another message has told that it was used, or will be whatever else this rank does. O(n log n): a sort.
 
     >>> send, receive, compute = Place(1, sends_to=0), Place(5, receives_from=0), [Place(number) for number in range(6)]
     >>> by_posting([*compute[:1], send, *compute[1:5], receive, *compute[5:]])
@@ -57,10 +78,10 @@ def by_posting(places: Sequence[Place]) -> list[int]:
 
 def _beside_a_send(moment: int, peer: int, sends: Container[tuple[int, int | None]]) -> int:
     """The moment nearest to this one at which something is sent to the peer; this one if there is none in reach."""
-    for earlier in range(moment, moment - _FURTHER - 1, -1):
+    for earlier in range(moment, moment - LEEWAY - 1, -1):
         if (earlier, peer) in sends:
             return earlier
-    for later in range(moment + 1, moment + AHEAD + 1):
+    for later in range(moment + 1, moment + LEEWAY + 1):
         if (later, peer) in sends:
             return later
     return moment

@@ -9,7 +9,7 @@ import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FORWARD, FULL_BACKWARD, RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.runtime.edges import check_unchanged
-from penstock.runtime.posting import Place, by_posting
+from penstock.runtime.posting import Place, by_posting, computed_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -82,8 +82,8 @@ def compiled(
         rank: whose program it is.
         operation_of: makes the operation of an action; None if the action needs none.
         progress: is told when an operation waits.
-        early: whether receives are posted before they stand; right only for a transport whose messages do not stand in
-            line.
+        early: whether receives are posted earlier than they stand (see ``posting``); right only for a transport whose
+            messages do not stand in line.
     """
     rank_of = schedule.placement.rank_of
     row = [action for action in schedule.actions[rank] if action is not None]
@@ -94,8 +94,8 @@ def compiled(
         operation = operation_of(action)
         if operation is not None:
             lines.append(Line(operation, str(action), action, _waits_for(action, rank, rank_of)))
-            places.append(_place(action, computed, rank_of))
-        computed += action.is_compute
+            places.append(Place.of(action, computed, rank_of.__getitem__))
+        computed += computed_by(action)
         if position in released:
             lines.append(Line(_ending(released[position], progress), str(action), action, None))
             places.append(Place(computed))
@@ -103,15 +103,6 @@ def compiled(
         lines.append(Line(_ending(tags, progress), f"the end of its sends to rank {peer}", None, peer))
         places.append(Place(computed))
     return Program([lines[number] for number in by_posting(places)] if early else lines)
-
-
-def _place(action: Action, computed: int, rank_of: Sequence[int]) -> Place:
-    kind, stage = action.computation_type, action.stage_index
-    if kind in (SEND_F, SEND_B):
-        return Place(computed, sends_to=rank_of[stage + 1 if kind is SEND_F else stage - 1])
-    if kind in (RECV_F, RECV_B):
-        return Place(computed, receives_from=rank_of[stage - 1 if kind is RECV_F else stage + 1])
-    return Place(computed)
 
 
 def _named(label: str, operation: Operation) -> Operation:

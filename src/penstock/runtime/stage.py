@@ -8,12 +8,12 @@ from itertools import compress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
 from penstock.runtime.data_parallel import adapter_for
 from penstock.runtime.engine import accumulate, edge_of, is_shared, taken
 from penstock.runtime.split_backward import SplitBackward
+from penstock.runtime.trees import map_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class Stage:
 
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a stage that changes them in place: as results of an operation, which may be changed."""
-        fresh: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, _fresh, args)
+        fresh: tuple[Any, ...] = map_tensors(_fresh, args)
         return fresh
 
     def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -121,12 +121,20 @@ class Stage:
         self._own_gradients()
         return found, left
 
-    def loss_root(self, loss: Any) -> tuple[Any, ...]:
-        """Where the graph of a loss begins."""
+    def loss_root(self, loss: Any, output: Any) -> tuple[Any, ...]:
+        """Where the graph of the loss of an output begins; nowhere if nothing that has led to the output is trained."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise StageError(f"loss_fn must return one number as a tensor, not {seen}", stage=self.index)
-        return (edge_of(loss),) if loss.requires_grad else ()
+        if loss.requires_grad:
+            return (edge_of(loss),)
+        if torch.is_grad_enabled() and _needs_gradients(output):
+            raise StageError(
+                "the loss does not depend on the output of the last stage, which needs gradients: is it detached in "
+                "loss_fn, made by .item() or under no_grad?",
+                stage=self.index,
+            )
+        return ()
 
 
 def _known(
@@ -139,6 +147,12 @@ def _known(
         there = [gradient is not None for gradient in gradients]
         return list(compress(roots, there)), [gradient for gradient in gradients if gradient is not None]
     return (roots, cast("Sequence[torch.Tensor]", gradients)) if gradients else ((), ())
+
+
+def _needs_gradients(value: Any) -> bool:
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return any(tensor.requires_grad for tensor in found)
 
 
 class _Fresh(torch.autograd.Function):
