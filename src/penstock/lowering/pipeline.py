@@ -64,8 +64,8 @@ def lower(
         reduce: add REDUCE_GRAD.
         defer_receives: post each receive late, right before it is needed.
         look_ahead: with ``defer_receives``, how many receives are posted ahead of the next one that is needed, at
-            most; by default as PyTorch does it, which keeps two ranks from both waiting to send. (A ``Pipeline`` on gloo,
-            where no message waits for another, posts receives early whatever the rows say.)
+            most; by default as PyTorch does it, which keeps two ranks from both waiting to send. (On gloo, where no
+            message waits for another, a ``Pipeline`` posts receives early whatever the rows say.)
         model: how communication behaves: what the result is proved for. By default the harshest that torch.distributed
             can show; with ``defer_receives`` one without lanes, since late receives get into each other's way in them.
 

@@ -153,7 +153,6 @@ def mistakes_of_calls(setting: Setting) -> Any:
         unknown_keyword=lambda: b.gpipe().step(X, target=X, nothing=3),
         wrong_width=lambda: b.gpipe().step(X[:, :2], target=X),
         wrong_target_width=lambda: b.gpipe(loss_fn=lambda y, t: (y - t).square().mean()).step(X, target=X[:, :3]),
-        loss_without_gradient=lambda: b.gpipe(loss_fn=lambda y, t: torch.tensor(1.0)).step(X, target=X),
         loss_that_raises=lambda: b.gpipe(loss_fn=lambda y, t: {}["told by the loss"]).step(X, target=X),
         module_that_raises=lambda: b.gpipe(_Failing()).step(X, target=X),
         module_that_raises_at_once=lambda: b.gpipe(_Failing(0)).step(X, target=X),
