@@ -53,7 +53,7 @@ class Size(NamedTuple):
         return transformer(8, self.width, self.rows // self.microbatches, self.length)
 
 
-SMALL = Size("small", 256, 32, 128, 8, SCHEDULES)
+SMALL = Size("small", 256, 32, 128, 8, SCHEDULES, often=2)
 MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES, often=2)
 #: How many times as often the steps are repeated that are compared with compute alone: that goal is within the noise.
 OFTEN_OF_COMPUTE = 4
@@ -69,9 +69,8 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
     found = on_sides(2, RANKS, measure, repeats, sizes, ours)
     made = Report(
         "b",
-        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats}; of mid-size ones of "
-        f"{repeats * MIDDLE.often}, of short ones of {repeats * SHORT.often}, of small ZBVZeroBubble of "
-        f"{repeats * OFTEN_OF_COMPUTE}",
+        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats * SMALL.often}; of short ones "
+        f"of {repeats * SHORT.often}, of small ZBVZeroBubble of {repeats * OFTEN_OF_COMPUTE}",
         [
             "the slower rank's wall time; ratios turn by turn, with quartiles",
             "torch and the loop in processes of their own, in turn with ours and compute alone: ours tells the heap to",
