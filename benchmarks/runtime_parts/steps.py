@@ -69,8 +69,8 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
     found = on_sides(2, RANKS, measure, repeats, sizes, ours)
     made = Report(
         "b",
-        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats * SMALL.often}; of short ones "
-        f"of {repeats * SHORT.often}, of small ZBVZeroBubble of {repeats * OFTEN_OF_COMPUTE}",
+        f"milliseconds of a step, {RANKS} ranks, 8 transformer blocks, median of {repeats * SMALL.often}; of short "
+        f"ones of {repeats * SHORT.often}, of small ZBVZeroBubble of {repeats * OFTEN_OF_COMPUTE}",
         [
             "the slower rank's wall time; ratios turn by turn, with quartiles",
             "torch and the loop in processes of their own, in turn with ours and compute alone: ours tells the heap to",
