@@ -73,6 +73,7 @@ def unsendable(rank, ranks):
 def leave_a_message(rank, ranks, *, group):
     if rank == 0:
         dist.isend(torch.full((1,), 7.0), 1, group=group)
+    dist.barrier(group=group)  # or rank 1 could have left the group before it is sent
 
 
 def take_a_message(rank, ranks, *, group):
