@@ -153,7 +153,9 @@ def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> 
     made.goals.append(Goal(f"{size.name}, {name}, step time of torch's", of_torch.middle, limit))
     if _is_of_compute(size, name):
         in_halves = ratios(wall["ours"], wall["in halves"])
-        made.goals.append(Goal(f"{size.name}, {name}, step time of compute alone in halves", in_halves.middle, OF_COMPUTE))
+        made.goals.append(
+            Goal(f"{size.name}, {name}, step time of compute alone in halves", in_halves.middle, OF_COMPUTE)
+        )
 
 
 def _is_of_compute(size: Size, name: str) -> bool:
