@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from penstock.graph.heap import keep_all_freed_memory
 from penstock.runtime.split_backward import SplitBackward
 from runtime_parts.models import transformer
 from runtime_parts.processes import on_ranks
@@ -189,6 +190,7 @@ class OurHalves:
 
     def __init__(self) -> None:
         self.split = SplitBackward()
+        keep_all_freed_memory()  # as stages do
 
     def __call__(self, stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
         """Of a microbatch."""

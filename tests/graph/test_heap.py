@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-#: Tells how many bytes are mapped for a block of 20 MB alone, which go back to the system when it is freed.
+#: Tells how many bytes are mapped for a block of 20 MB alone, which go back to the system when it is freed; and how
+#: many of 100 MB in small blocks go back when they are.
 PROGRAM = """
 import ctypes
 import numpy as np
@@ -27,30 +28,70 @@ def mapped():
     block = np.empty(20_000_000, np.int8)
     return used().mapped - before
 
-first = mapped()
+def given_back():
+    blocks = [np.empty(100_000, np.int8) for _ in range(1000)]
+    before = used().arena
+    del blocks
+    return before - used().arena
+
 {work}
-print(first, mapped())
+print(mapped(), given_back())
 """
 
 
 WORK = {
+    "nothing": ("import torch\nimport penstock.runtime.stage", ""),
     "a stage": ("import torch\nfrom penstock.runtime.stage import Stage", "Stage(0, torch.nn.Linear(2, 2))"),
+    "a stage on an accelerator": (
+        "import torch\nfrom penstock.runtime.stage import Stage",
+        "Stage(0, torch.nn.Linear(2, 2, device='meta'), device='meta')",
+    ),
     "a large schedule": ("import penstock as ps", "ps.lower(ps.build('GPipe', ranks=32, microbatches=1024))"),
 }
+#: By which a user has free memory given back at once.
+SETTINGS = ({"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"})
+LARGE = 20_000_000
+MANY = 30_000_000
+
+about_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="about glibc's allocator")
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="about glibc's allocator")
-@pytest.mark.parametrize("work", WORK)
-def test_memory_that_is_freed_stays_with_the_process(work: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "LD_PRELOAD"))}
+def measured(work: str, settings: dict[str, str] | None = None) -> list[int]:
+    others = ("MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(imports=WORK[work][0], work=WORK[work][1])],
-        env=environment,
+        env=environment | (settings or {}),
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
-    before, after = map(int, done.stdout.split())
-    assert before >= 20_000_000  # or this test shows nothing
-    assert after == 0
+    return [int(word) for word in done.stdout.split()]
+
+
+@about_glibc
+@pytest.mark.parametrize("work", ["nothing", "a stage on an accelerator"])
+def test_memory_of_the_host_is_left_alone_where_nothing_is_in_it(work: str) -> None:
+    mapped, given_back = measured(work)
+    assert mapped >= LARGE
+    assert given_back > MANY
+
+
+@about_glibc
+def test_some_memory_that_a_pass_over_a_large_schedule_frees_stays_with_the_process() -> None:
+    mapped, given_back = measured("a large schedule")
+    assert mapped == 0
+    assert given_back > MANY
+
+
+@about_glibc
+def test_all_memory_that_a_stage_frees_stays_with_the_process() -> None:
+    assert measured("a stage") == [0, 0]
+
+
+@about_glibc
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings)))
+def test_what_the_environment_sets_holds(settings: dict[str, str]) -> None:
+    _, given_back = measured("a stage", settings)
+    assert given_back > MANY

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from penstock.graph.heap import keep_all_freed_memory
 from penstock.pipelining._stage_parallel import NotShared, Parallel, parallel_of
 from penstock.pipelining._stage_transfers import Layouts
 from penstock.pipelining._utils import _MeshCache, _StageMeta
@@ -92,6 +93,8 @@ class StageState:
         # For every tensor of every microbatch, which takes time: only when torch is asked for details.
         self._runtime_validate = get_debug_level() == DebugLevel.DETAIL
         self._stage_meta = _StageMeta()
+        if torch.device(device).type == "cpu":
+            keep_all_freed_memory()
 
     def _begin_empty(self) -> None:
         self.backward_state: dict[int, tuple[Any, ...]] = {}

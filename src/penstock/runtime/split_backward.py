@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from penstock.graph.heap import keep_freed_memory
 from penstock.runtime.cut import Cut
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
 
@@ -77,7 +76,6 @@ class SplitBackward:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._carrier = torch.empty(0)  # of hooks, on their way to a node
-        keep_freed_memory()  # what I keeps for W is freed by W, and needed by the next I
 
     def input_backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from penstock.errors import StageError
+from penstock.graph.heap import keep_all_freed_memory
 from penstock.runtime.data_parallel import adapter_for
 from penstock.runtime.engine import accumulate, edge_of, is_shared, taken
 from penstock.runtime.split_backward import SplitBackward
@@ -63,6 +64,8 @@ class Stage:
         self.changes_inputs = changes_inputs
         self._split = SplitBackward()
         self._without_gradient: list[torch.Tensor] = []
+        if self.device.type == "cpu":
+            keep_all_freed_memory()
 
     def begin(self) -> None:
         """A step begins."""
