@@ -293,7 +293,7 @@ class AloneInHalves(Alone):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.splits = {stage: SplitBackward() for stage in self.modules}
+        self.splits = {stage: SplitBackward(alone=True) for stage in self.modules}
         does = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
         self.order = [(does[kind], stage, microbatch) for kind, stage, microbatch in case.order if kind in does]
         self.left: dict[tuple[int, int], WeightBackward] = {}

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +18,23 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from penstock.runtime import leaf as leaf_module
 from penstock.runtime import products, split_backward
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
 
 Tensors = Sequence[torch.Tensor]
+
+#: Whether gradients may be added where nobody looks on. Everything here holds with and without.
+alone = False
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["by the engine", "alone"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "alone", request.param)
+
+
+def splitter() -> SplitBackward:
+    return SplitBackward(alone=alone)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -85,7 +99,7 @@ def check(
     After I no parameter has a gradient, unless `early` says that one may.
     """
     other = copy.deepcopy(module)
-    split = SplitBackward()
+    split = splitter()
     for _ in range(times):
         before = {name: None if one is None else one.clone() for name, one in gradients(module).items()}
         found, weights = first_half(split, module, args)
@@ -100,7 +114,7 @@ def check(
 def check_by_turns(module: nn.Module) -> SplitBackward:
     """Compare them for a module whose second argument says which of two ways it goes, for microbatches by turns."""
     other = copy.deepcopy(module)
-    split = SplitBackward()
+    split = splitter()
     for number in (0, 1, 0, 1, 1, 0):
         args = [x_of(5, 4, seed=number), torch.tensor([number])]
         found, weights = first_half(split, module, args)
@@ -430,7 +444,7 @@ def test_a_stage_whose_inputs_need_none() -> None:
 
 
 def test_nothing_needs_a_gradient() -> None:
-    found, weights = SplitBackward().input_backward([], [], [])
+    found, weights = splitter().input_backward([], [], [])
     weights()
     assert found == []
 
@@ -522,7 +536,7 @@ def test_saved_tensors_elsewhere() -> None:
 def test_saved_tensors_elsewhere_for_some_microbatches() -> None:
     module = block()
     other = copy.deepcopy(module)
-    split = SplitBackward()
+    split = splitter()
     for number in range(6):
         args = [x_of(5, 4, seed=number)]
         if number % 2:
@@ -579,7 +593,7 @@ def test_a_sparse_weight(sparse) -> None:
     weight = sparse(torch.eye(4, dtype=torch.float64)).requires_grad_()
     x = x_of(5, 4)
     root = get_gradient_edge(torch.mm(x, weight))
-    found, weights = SplitBackward().input_backward([root], [torch.ones(5, 4, dtype=torch.float64)], [x])
+    found, weights = splitter().input_backward([root], [torch.ones(5, 4, dtype=torch.float64)], [x])
     weights()
     equal(found, [torch.ones(5, 4, dtype=torch.float64)])
     assert weight.grad is not None
@@ -596,7 +610,7 @@ def test_a_weight_that_is_sparse_in_some_microbatches(product, sparse) -> None:
     dense, x = torch.eye(4, dtype=torch.float64), x_of(5, 4)
     weights = [dense.clone().requires_grad_(), sparse(dense).requires_grad_()]
     seed = torch.ones(5, 4, dtype=torch.float64)
-    split = SplitBackward()
+    split = splitter()
     for weight in weights * 2:
         _, weight_backward = split.input_backward([get_gradient_edge(product(x, weight))], [seed], [x])
         weight_backward()
@@ -656,7 +670,7 @@ def hooked(register: Callable[[nn.Module, Calls], Any], module: nn.Module, *args
     other = copy.deepcopy(module)
     ours, theirs = Calls(), Calls()
     kept = register(module, ours), register(other, theirs)
-    split = SplitBackward()
+    split = splitter()
     halves: list[list[str]] = [[], []]
     for _ in range(2):
         del ours.seen[:], theirs.seen[:]
@@ -780,10 +794,11 @@ def test_the_first_gradient_of_a_large_weight_is_not_copied(monkeypatch) -> None
         made.append(torch.mm(*operands))
         return made[-1]
 
-    monkeypatch.setattr(products, "mm", mm)
-    for width, shared in ((2, False), (512, True)):
+    for module in (products, leaf_module):
+        monkeypatch.setattr(module, "mm", mm)
+    for width, shared in ((2, alone), (512, True)):
         module = nn.Linear(width, width, dtype=torch.float32)
-        first_half(SplitBackward(), module, [x_of(2, width, dtype=torch.float32)])[1]()
+        first_half(splitter(), module, [x_of(2, width, dtype=torch.float32)])[1]()
         assert module.weight.grad is not None
         assert (module.weight.grad.data_ptr() == made[-1].data_ptr()) is shared
     assert len(made) == 2
@@ -848,7 +863,7 @@ def test_hooks_of_several_tensors(make) -> None:
 def test_weights_that_are_frozen_between_the_halves() -> None:
     """They get no gradient, and the others do."""
     for name in ("0.weight", "0.bias", "1.weight", "1.bias", "3.weight"):
-        module, other, split = block(), block(), SplitBackward()
+        module, other, split = block(), block(), splitter()
         other.load_state_dict(module.state_dict())
         x = x_of(5, 4)
         _, weights = first_half(split, module, [x])
@@ -894,7 +909,7 @@ def test_hooks_stay_when_a_backward_fails() -> None:
     seen: list[torch.Tensor] = []
     module.b.register_hook(seen.append)
     with pytest.raises(ValueError, match="no"):
-        first_half(SplitBackward(), module, [x_of(4, 4)])
+        first_half(splitter(), module, [x_of(4, 4)])
     (module.b * 2).sum().backward()
     assert len(seen) == 1
 
@@ -917,7 +932,7 @@ def test_a_tensor_that_was_changed_is_told(product: Any) -> None:
         h.add_(1)
         return y
 
-    module, split = Calling(run, w=(4, 4), b=(4,)), SplitBackward()
+    module, split = Calling(run, w=(4, 4), b=(4,)), splitter()
     for half in (lambda: first_half(split, module, [x_of(4, 4)]), lambda: whole(module, [x_of(4, 4)])):
         for _ in range(2):  # also when the form of the graph is known
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -959,7 +974,7 @@ class Dynamic(nn.Module):
 def test_microbatches_in_any_order(forms: list[int], choices: list[int]) -> None:
     """Forwards first; then I and W of any, W after its I; and more forms than are remembered."""
     torch.manual_seed(0)
-    module, split = Dynamic(), SplitBackward()
+    module, split = Dynamic(), splitter()
     other = copy.deepcopy(module)
     flights: dict[int, Any] = {}
     for number, form in enumerate(forms):
@@ -986,7 +1001,7 @@ def test_microbatches_in_any_order(forms: list[int], choices: list[int]) -> None
 def test_a_form_is_not_mistaken_for_another() -> None:
     module = Dynamic()
     other = copy.deepcopy(module)
-    split = SplitBackward()
+    split = splitter()
     for number in range(30):
         module.form = other.form = number * 4 % 9
         found, weights = first_half(split, module, [x_of(5, 4, seed=number)])
@@ -1063,7 +1078,7 @@ def test_what_w_does_not_need_is_free_after_i(without_collector: None) -> None:
     torch.set_default_dtype(torch.float32)
     width = 64
     module = nn.Sequential(Transformer(width, 4), Transformer(width, 4))
-    split = SplitBackward()
+    split = splitter()
     for _ in range(2):
         first_half(split, module, [x_of(2, 32, width, dtype=torch.float32)])[1]()
     x = leaf(x_of(2, 32, width, dtype=torch.float32))
@@ -1099,7 +1114,7 @@ def test_attributes_of_contexts_are_free_after_i(without_collector: None) -> Non
             return gradient * 2
 
     module = Calling(lambda self, x: Holding.apply(Holding.apply(x) @ self.w) @ self.w, w=(4, 4))
-    split = SplitBackward()
+    split = splitter()
     for _ in range(2):
         held.clear()
         _, weights = first_half(split, module, [x_of(4, 4)])
@@ -1123,7 +1138,7 @@ def test_what_w_needs_is_freed_by_it(without_collector: None) -> None:
             return gradient * ctx.saved_tensors[0] * 2
 
     module = Calling(lambda self, x: x @ OnWeight.apply(self.w), w=(4, 4))
-    split = SplitBackward()
+    split = splitter()
     for _ in range(2):
         held.clear()
         _, weights = first_half(split, module, [x_of(4, 4)])
@@ -1133,7 +1148,7 @@ def test_what_w_needs_is_freed_by_it(without_collector: None) -> None:
 
 def test_called_once() -> None:
     module = nn.Linear(4, 4)
-    _, weights = first_half(SplitBackward(), module, [x_of(5, 4)])
+    _, weights = first_half(splitter(), module, [x_of(5, 4)])
     weights()
     before = module.weight.grad.clone()
     weights()

@@ -300,6 +300,8 @@ def _is_root(output: Any) -> bool:
 def _whole_backward(stage: Any, root: Root, inputs: list[Any]) -> Gradients:
     if stage._without_gradient is None:
         stage._watch_gradients()
+    if stage._split is not None:
+        stage._split.before_whole_backward()
     try:
         accumulate(root[:1], root[1:])
     except Exception as error:

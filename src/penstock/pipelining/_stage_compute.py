@@ -275,6 +275,7 @@ class StageCompute(StageEdges):
         try:
             roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size)
             if roots:
+                self._before_whole_backward()
                 accumulate(roots, gradients)
         except Exception as error:
             raise self._failure("backward", beginning, error) from error
@@ -314,9 +315,14 @@ class StageCompute(StageEdges):
         return self._splitter().input_backward(edges, gradients, wanted)
 
     def _splitter(self) -> SplitBackward:
-        if self._split is None:
-            self._split = SplitBackward()
+        alone = self._parallel.is_alone
+        if self._split is None or self._split.alone != alone:
+            self._split = SplitBackward(alone=alone)
         return self._split
+
+    def _before_whole_backward(self) -> None:
+        if self._split is not None:
+            self._split.before_whole_backward()
 
     def _weight_backward(self, rest: dict[str, Any]) -> tuple[Gradients, None]:
         self._watch_gradients()

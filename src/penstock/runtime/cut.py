@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.runtime.graph_form import LEAF, NOWHERE, Form
+from penstock.runtime.leaf import Leaf
 from penstock.runtime.products import rule_for
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import Node
 
-    from penstock.runtime.products import Make, Operands, Rule
+    from penstock.runtime.products import Add, Make, Operands, Rule
 
 #: Nodes that run a backward of their own inside, and refuse to when the engine is asked for certain gradients only.
 _OPAQUE: Final = frozenset({"CheckpointFunctionBackward"})
@@ -38,6 +39,7 @@ class Points(NamedTuple):
         ends: for each point the end of its gradients in `targets`.
         vectors: the numbers of targets that must be leaves with one dimension.
         complete: for each whether no later one leads to the same weights, so that they may get their gradients.
+        adds: for each what adds the gradients to its targets, where these are leaves, and their places.
     """
 
     places: list[int]
@@ -47,6 +49,7 @@ class Points(NamedTuple):
     ends: list[int]
     vectors: list[int]
     complete: list[bool]
+    adds: list[tuple[Add, list[int]] | None]
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class Points(NamedTuple):
         groups: dict[Operands, list[int]] = {}
         targets: list[int | tuple[int, int]] = []
         vectors = []
+        adds = []
         for number, (place, (edges, rule)) in enumerate(points.items()):
             groups.setdefault(rule.operands, []).append(number)
             if rule.vector:
@@ -66,6 +70,7 @@ class Points(NamedTuple):
             targets += [
                 child if child in leaves else (number, edge) for child, edge in zip(children, edges, strict=True)
             ]
+            adds.append((rule.add, children) if rule.add and leaves.issuperset(children) else None)
         return cls(
             list(points),
             list(groups.items()),
@@ -74,6 +79,7 @@ class Points(NamedTuple):
             list(running_sums(len(edges) for edges, _ in points.values())),
             vectors,
             complete,
+            adds,
         )
 
 
@@ -89,6 +95,7 @@ class Cut(NamedTuple):
         keep: nodes that must live until the weights have their gradients: leaves, for the hooks that they may have;
             and points above nodes that are written in Python, which do not live by themselves.
         whole: whether it cannot be cut.
+        known: leaves of the graph that was cut last, by their places, if gradients may be added to them here.
     """
 
     form: Form
@@ -98,18 +105,22 @@ class Cut(NamedTuple):
     points: Points
     keep: list[int]
     whole: bool
+    known: dict[int, Leaf]
 
     @classmethod
-    def of(cls, beginnings: list[Node], inputs: Sequence[torch.Tensor]) -> tuple[Cut, list[Node]]:
+    def of(
+        cls, beginnings: list[Node], inputs: Sequence[torch.Tensor], *, alone: bool = False
+    ) -> tuple[Cut, list[Node]]:
         """Find where to cut the graph below some nodes; and its nodes.
 
-        O(edges), and once more the part of weights for each point that shares it.
+        `alone` is whether gradients may be added to leaves here. O(edges), and once more the part of weights for each
+        point that shares it.
         """
         form, nodes, below = Form.of(beginnings)
         places = {node: place for place, node in enumerate(nodes)}
         ends = [places.get(get_gradient_edge(tensor).node, NOWHERE) for tensor in inputs]
         kept = _above({place for place in ends if place >= 0}, below)
-        points, combined = _points(nodes, below, kept)
+        points, combined = _points(nodes, below, kept, alone=alone)
         roots = range(len(beginnings))
         begins = {root: [root] for root in roots if root not in kept} | {
             place: [below[place][number] for number in numbers] for place, (numbers, _) in points.items()
@@ -133,6 +144,7 @@ class Cut(NamedTuple):
             Points.of(points, below, leaves, complete),
             sorted(leaves.difference(ends)) + above,
             any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
+            {},
         )
         return cut, nodes
 
@@ -149,9 +161,26 @@ class Cut(NamedTuple):
                 return None
         return nodes
 
+    def leaf(self, nodes: Sequence[Node], place: int) -> Leaf:
+        """The leaf at a place of a graph.
+
+        It is known from one graph to the next as long as its node has no hooks: these must not outlive the graph.
+        """
+        leaf = self.known.get(place)
+        if leaf is None or leaf.node is not nodes[place]:
+            leaf = self.known[place] = Leaf(nodes[place])
+        if leaf.is_watched:
+            del self.known[place]
+        return leaf
+
+    def forget_watched(self) -> None:
+        """Let go of the leaves whose nodes have hooks by now."""
+        for place in [place for place, leaf in self.known.items() if leaf.is_watched]:
+            del self.known[place]
+
 
 def _points(
-    nodes: list[Node], below: list[list[int]], kept: set[int]
+    nodes: list[Node], below: list[list[int]], kept: set[int], *, alone: bool
 ) -> tuple[dict[int, tuple[list[int], Rule]], list[int]]:
     """Where there are rules: the numbers of edges, and the rule. And the children that their nodes make gradients for.
 
@@ -163,7 +192,7 @@ def _points(
         numbers = [number for number, child in enumerate(below[place]) if child >= 0 and child not in kept]
         if not numbers:
             continue
-        rule = rule_for(nodes[place], numbers)
+        rule = rule_for(nodes[place], numbers, alone=alone)
         if rule is not None and rule.operands([nodes[place]]) is not None:
             points[place] = numbers, rule
         else:

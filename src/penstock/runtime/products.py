@@ -16,9 +16,12 @@ import torch
 from torch import bmm, mm
 
 from penstock.runtime.graph_form import LEAF
+from penstock.runtime.leaf import Leaf
 
 #: Gradients from that of the output and the operand.
 Make = Callable[[torch.Tensor, Any], list[torch.Tensor]]
+#: Adds these gradients to the leaves that they are for.
+Add = Callable[[torch.Tensor, Any, Sequence[Leaf]], None]
 #: The operands of nodes; None if one of them has to make its gradients itself, or in another way. All at once, since
 #: there are many.
 Operands = Callable[[Sequence[Any]], list[Any] | None]
@@ -32,18 +35,23 @@ class Rule(NamedTuple):
         make: makes the gradients, one for each edge that leads to weights.
         vector: whether the first is for a leaf that has one dimension, and only for such.
         behind: whether the last is for the leaf behind the node that the edge leads to, which transposes it.
+        add: adds the gradients to leaves as it makes them, where it can be done in one.
     """
 
     operands: Operands
     make: Make
     vector: bool = False
     behind: bool = False
+    add: Add | None = None
 
 
-def rule_for(node: Any, wanted: Sequence[int]) -> Rule | None:
-    """The rule for the edges with these numbers of a node, and of nodes at this place of such graphs; None without."""
+def rule_for(node: Any, wanted: Sequence[int], *, alone: bool) -> Rule | None:
+    """The rule for the edges with these numbers of a node, and of nodes at this place of such graphs; None without.
+
+    `alone` is whether gradients may be added to leaves here.
+    """
     maker = _RULES.get((type(node).__name__, tuple(wanted)))
-    return None if maker is None else maker(node)
+    return None if maker is None else maker(node, alone)
 
 
 _data: Final = attrgetter("data")
@@ -124,19 +132,21 @@ def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[A
     ]
 
 
-def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any], Rule]:
+def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any, bool], Rule]:
     """The rule for the right operand of a product, the weight of a linear layer, and for the bias that is added."""
     dense, unseen = _beside_dense(find), _beside_unseen(find)
 
-    def rule(node: Any) -> Rule:
+    def rule(node: Any, alone: bool) -> Rule:
         if not _is_turned(node):
             return Rule(dense, _product_and_bias if bias else _product)
         row = node.next_functions
-        if not _is_small_leaf_turned(row[-1][0]) or unseen([node]) is None:
+        if not _is_leaf_turned(row[-1][0], None if alone else _SMALL) or unseen([node]) is None:
             return Rule(dense, _turned_and_bias if bias else _turned)
         if bias and _is_vector(row[0][0]):
-            return Rule(unseen, _turned_back_and_sum, vector=True, behind=True)
-        return Rule(unseen, _turned_back_and_bias if bias else _turned_back, behind=True)
+            return Rule(unseen, _turned_back_and_sum, vector=True, behind=True, add=_add_turned_back_and_sum)
+        if bias:
+            return Rule(unseen, _turned_back_and_bias, behind=True)
+        return Rule(unseen, _turned_back, behind=True, add=_add_turned_back)
 
     return rule
 
@@ -147,15 +157,15 @@ def _is_turned(node: Any) -> bool:
     return bool(strides and strides[-2] == 1)
 
 
-def _is_small_leaf_turned(node: Any) -> bool:
-    """Whether a node is that of the transpose of a leaf, and the leaf is small.
+def _is_leaf_turned(node: Any, largest: int | None) -> bool:
+    """Whether a node is that of the transpose of a leaf, and the leaf is no larger than some bytes.
 
-    What is handed to a leaf itself, and is its first gradient, is copied by the engine, since it is known here, too.
+    What is handed to the engine for a leaf itself, and is its first gradient, is copied, since it is known here, too.
     """
     if type(node).__name__ != "TBackward0":
         return False
     leaf = node.next_functions[0][0]
-    return type(leaf).__name__ == LEAF and leaf.variable.nbytes <= _SMALL
+    return type(leaf).__name__ == LEAF and (largest is None or leaf.variable.nbytes <= largest)
 
 
 def _is_vector(node: Any) -> bool:
@@ -194,6 +204,15 @@ def _turned_back_and_sum(gradient: torch.Tensor, left: torch.Tensor) -> list[tor
     return [gradient.sum(0), mm(gradient.T, left)]
 
 
+def _add_turned_back(gradient: torch.Tensor, left: torch.Tensor, leaves: Sequence[Leaf]) -> None:
+    leaves[-1].add_product(gradient.T, left)
+
+
+def _add_turned_back_and_sum(gradient: torch.Tensor, left: torch.Tensor, leaves: Sequence[Leaf]) -> None:
+    leaves[0].add(gradient.sum(0))
+    leaves[1].add_product(gradient.T, left)
+
+
 def _left(gradient: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
     return [mm(gradient, right.t())]
 
@@ -211,14 +230,14 @@ def _convolved(wanted: Sequence[int], gradient: torch.Tensor, operands: Any) -> 
     return [made[number] for number in wanted]
 
 
-def _fixed(operands: Operands, make: Make) -> Callable[[Any], Rule]:
+def _fixed(operands: Operands, make: Make) -> Callable[[Any, bool], Rule]:
     rule = Rule(operands, make)
-    return lambda _node: rule
+    return lambda _node, _alone: rule
 
 
 #: By the name of the node's type and the numbers of its edges that lead to weights. The factors of ``addmm`` are those
 #: of ``beta * bias + alpha * left @ right``.
-_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any], Rule]]] = {
+_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any, bool], Rule]]] = {
     ("MmBackward0", (0,)): _fixed(_saved("mat2"), _left),
     ("MmBackward0", (1,)): _right_of(_saved("self")),
     ("BmmBackward0", (0,)): _fixed(_saved("mat2"), _lefts),

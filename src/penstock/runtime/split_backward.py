@@ -18,6 +18,7 @@ only compared with it.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import compress
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -27,6 +28,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.runtime.cut import Cut
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
+from penstock.runtime.leaf import added, is_one_of_several
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,15 +36,17 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-    from penstock.runtime.products import Make
+    from penstock.runtime.leaf import Leaf
+    from penstock.runtime.products import Add, Make
 
     Gradients = Sequence[torch.Tensor | None]
     #: Where gradients of weights are added: an edge, or a leaf.
     Root = GradientEdge | torch.Tensor
     #: A node where W makes the gradients of weights: what gets the gradient of the node's output, what makes their
-    #: gradients and the operand for it, the end of these among all that are made, and whether no later one is for the
-    #: same weights, so that they may get their gradients. A bare tuple, since there are many.
-    Product = tuple[list[torch.Tensor | None], Make, Any, int, bool]
+    #: gradients and the operand for it, the end of these among all that are made, whether no later one is for the
+    #: same weights, so that they may get their gradients, and what adds them to which leaves, if that can be done in
+    #: one. A bare tuple, since there are many.
+    Product = tuple[list[torch.Tensor | None], Make, Any, int, bool, "tuple[Add, list[Leaf]] | None"]
 
 #: Bytes of gradients that are handed to the engine at once: about what the caches hold.
 _ENOUGH: Final = 1 << 20
@@ -58,6 +62,9 @@ class SplitBackward:
     of a matrix product or convolution sees the gradient of the input, and None in the place of a weight's; one of the
     node of a weight's transpose is not called.
 
+    With `alone`, gradients of linear layers are added to ``.grad`` as they are made where no hook is set to see them.
+    It must not be said where hooks are set in C++, as by ``DistributedDataParallel``.
+
     >>> from torch.autograd.graph import get_gradient_edge
     >>> layer = torch.nn.Linear(2, 2)
     >>> x = torch.ones(1, 2, requires_grad=True)
@@ -71,11 +78,21 @@ class SplitBackward:
             [1., 1.]])
     """
 
-    __slots__ = ("_carrier", "_cuts")
+    __slots__ = ("_carrier", "_cuts", "alone")
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = False) -> None:
+        self.alone = alone
         self._cuts: list[Cut] = []
         self._carrier = torch.empty(0)  # of hooks, on their way to a node
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, e.g. with its stage, begins anew: what is known is of this one's graphs."""
+        return partial(SplitBackward, alone=self.alone), ()
+
+    def before_whole_backward(self) -> None:
+        """A backward is about to run that is not split. Hooks that its forward has set do not outlive its graph."""
+        for cut in self._cuts:
+            cut.forget_watched()
 
     def input_backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -116,13 +133,18 @@ class SplitBackward:
             if nodes is not None:
                 if cut.whole:
                     return None
-                split = _applied(cut, nodes, self._carrier)
+                split = self._applied(cut, nodes)
                 if split is not None:
                     return split
-        cut, nodes = Cut.of(beginnings, inputs)
+        for cut in self._cuts:  # leaves that are not used any more are not kept for long
+            cut.known.clear()
+        cut, nodes = Cut.of(beginnings, inputs, alone=self.alone)
         # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
         self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points.places))
-        return None if cut.whole else _applied(cut, nodes, self._carrier)
+        return None if cut.whole else self._applied(cut, nodes)
+
+    def _applied(self, cut: Cut, nodes: Sequence[Any]) -> _Split | None:
+        return _applied(cut, nodes, self._carrier, alone=self.alone and not is_one_of_several())
 
 
 class WeightBackward:
@@ -157,9 +179,10 @@ class WeightBackward:
         roots: list[Root] = [_Edge(*root) for root in self._roots]
         gradients, split = list(self._gradients), self._split
         if split is not None:
-            there = [gradient is not None for gradient in self._found]
+            found = added(split.known, self._found) if split.known else self._found
+            there = [gradient is not None for gradient in found]
             roots += split.leaves if all(there) else list(compress(split.leaves, there))
-            gradients += [gradient for gradient in self._found if gradient is not None]
+            gradients += [gradient for gradient in found if gradient is not None]
         self._roots, self._gradients, self._split, self._found = (), (), None, ()
         if split is not None:
             roots, gradients = _multiplied(split, roots, gradients)
@@ -173,19 +196,32 @@ def _multiplied(
     """Make the gradients of products; those that have not been added to ``.grad`` on the way are returned."""
     targets = split.targets
     taken_to = size = end = 0  # how many of the targets are among the roots, or have been
-    for output, make, operand, until, complete in split.products:
-        if output and (gradient := output.pop()) is not None:
+    for output, make, operand, until, complete, adding in split.products:
+        gradient = output.pop() if output else None
+        if gradient is None or _is_added(adding, gradient, operand):
+            roots += targets[taken_to:end]
+            taken_to = until
+        else:
             made = make(gradient, operand)
             gradients += made
             size += made[-1].nbytes
-        else:
-            roots += targets[taken_to:end]
-            taken_to = until
         end = until
         if size > _ENOUGH and complete:  # before they leave the caches
             _accumulate(roots + targets[taken_to:end], gradients)
             roots, gradients, size, taken_to = [], [], 0, end
     return roots + targets[taken_to:end], gradients
+
+
+def _is_added(adding: tuple[Add, list[Leaf]] | None, gradient: torch.Tensor, operand: Any) -> bool:
+    """Whether the gradients of a product could be added to their leaves as they are made. They are, then."""
+    if adding is None:
+        return False
+    add, leaves = adding
+    for leaf in leaves:
+        if not leaf.takes(gradient):
+            return False
+    add(gradient, operand, leaves)
+    return True
 
 
 def _accumulate(roots: list[Root], gradients: list[torch.Tensor]) -> None:
@@ -209,6 +245,7 @@ class _Split(NamedTuple):
     Attributes:
         now: the nodes of roots from which I runs.
         leaves: those that get a gradient in I which is added in W.
+        known: the same, if gradients may be added to them here.
         products: where W makes gradients.
         targets: what these gradients are for.
         keep: what must live until W.
@@ -216,13 +253,17 @@ class _Split(NamedTuple):
 
     now: list[Node]
     leaves: list[torch.Tensor]
+    known: list[Leaf]
     products: list[Product]
     targets: list[Root]
     keep: list[Node]
 
 
-def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor) -> _Split | None:
-    """The cut of one microbatch's graph; None if something about its nodes forbids it."""
+def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor, *, alone: bool) -> _Split | None:
+    """The cut of one microbatch's graph; None if something about its nodes forbids it.
+
+    `alone` is whether gradients may be added to leaves here.
+    """
     points = cut.points
     at = [nodes[place] for place in points.places]
     targets: list[Any] = [
@@ -238,10 +279,14 @@ def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor) -> _Split | 
         for number, operand in zip(numbers, found, strict=True):
             operands[number] = operand
     outputs = _handed_over(at, carrier)
+    adds: list[tuple[Add, list[Leaf]] | None] = [None] * len(at)
+    if alone:
+        adds = [one and (one[0], [cut.leaf(nodes, place) for place in one[1]]) for one in points.adds]
     return _Split(
         [nodes[place] for place in cut.now],
         [nodes[place].variable for place in cut.leaves],
-        list(zip(outputs, points.makes, operands, points.ends, points.complete, strict=True)),
+        [cut.leaf(nodes, place) for place in cut.leaves] if alone else [],
+        list(zip(outputs, points.makes, operands, points.ends, points.complete, adds, strict=True)),
         targets,
         [nodes[place] for place in cut.keep],
     )

@@ -62,7 +62,7 @@ class Stage:
         self.dw_builder = dw_builder
         self.parallel: DataParallel | None = adapter_for(module, index)
         self.changes_inputs = changes_inputs
-        self._split = SplitBackward()
+        self._split = SplitBackward(alone=self.parallel is None)
         self._without_gradient: list[torch.Tensor] = []
         if self.device.type == "cpu":
             keep_all_freed_memory()
@@ -87,6 +87,7 @@ class Stage:
     def _whole_backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> None:
         roots, known = _known(flight.roots, gradients)
         if roots:
+            self._split.before_whole_backward()
             accumulate(roots, known)
             self._own_gradients()
 

@@ -1,0 +1,116 @@
+"""A leaf of the autograd graph that gets gradients of weights here, not from the engine.
+
+The engine adds a gradient to ``.grad`` and shows it to whoever has asked for it. Where nobody has, a product is added
+to what is there as it is made, without a tensor of its own as large as the weight; and for a small weight the engine
+takes longer than the product does.
+
+Hooks that are set in C++ cannot be seen: those of ``DistributedDataParallel`` are the ones that torch has. On
+accelerators the engine brings streams into order, too, so leaves there are left to it. So are those of a rank that is
+one of several threads: the engine locks a leaf, and another thread may have it as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import mm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+
+
+class Leaf:
+    """A leaf, and the node in the graph where its gradients are added up.
+
+    Attributes:
+        node: the node.
+        tensor: the leaf itself.
+    """
+
+    __slots__ = ("_after", "_before", "_is_plain", "node", "tensor")
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.tensor: torch.Tensor = node.variable
+        self._is_plain = type(self.tensor) in _PLAIN and self.tensor.is_cpu and self.tensor.layout is torch.strided
+        self._before = _hooks(node.register_prehook)
+        self._after = _hooks(node.register_hook)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the node has hooks."""
+        return bool(self._before or self._after)
+
+    def takes(self, gradient: torch.Tensor) -> bool:
+        """Whether what is made of a gradient can be added here: nobody looks on, and the engine would do the same."""
+        tensor = self.tensor
+        if (
+            not self._is_plain
+            or self._before
+            or self._after
+            or tensor._backward_hooks
+            or tensor._post_accumulate_grad_hooks
+            or not tensor.requires_grad
+        ):
+            return False
+        grad = tensor.grad
+        if grad is None:
+            kept_as = getattr(tensor, "grad_dtype", tensor.dtype)
+            return tensor.dtype is gradient.dtype and kept_as is gradient.dtype and tensor.is_contiguous()
+        return (
+            type(grad) is torch.Tensor
+            and grad.dtype is gradient.dtype
+            and grad.is_contiguous()
+            and not grad.requires_grad
+        )
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Add the product of two matrices."""
+        grad = self.tensor.grad
+        if grad is None:
+            self.tensor.grad = mm(left, right)
+        else:
+            grad.addmm_(left, right)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a gradient that nobody else has."""
+        grad = self.tensor.grad
+        if grad is None:
+            self.tensor.grad = gradient
+        else:
+            grad.add_(gradient)
+
+
+def is_one_of_several() -> bool:
+    """Whether this thread may be one of several ranks."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+def added(leaves: Sequence[Leaf], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Add gradients where there are some already; those that are left for the engine, None for the others."""
+    left = list(gradients)
+    grads, ours = [], []
+    for number, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
+        if gradient is not None and (grad := leaf.tensor.grad) is not None and leaf.takes(gradient):
+            grads.append(grad)
+            ours.append(gradient)
+            left[number] = None
+    if grads:
+        torch._foreach_add_(grads, ours)
+    return left
+
+
+def _hooks(register: Callable[[Callable[..., None]], Any]) -> dict[int, Any]:
+    """The hooks of a kind that a node has, now and later: the node keeps them in one dict."""
+    handle = register(_nothing)
+    hooks: dict[int, Any] = handle.hooks_dict_ref()
+    handle.remove()
+    return hooks
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
