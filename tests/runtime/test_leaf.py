@@ -219,6 +219,22 @@ def test_what_is_not_plain_is_left_to_the_engine(change: Callable[[nn.Linear], A
     assert by_engine
 
 
+def test_a_sparse_gradient_beside_a_dense_one() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(linear().weight.detach().clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = nn.functional.embedding(torch.tensor([0, 2, 2, 1, 0]), self.table, sparse=True)
+            return x * rows
+
+    module = Looking()
+    module.table.grad = torch.ones_like(module.table)
+    check(module)
+    assert not module.table.grad.is_sparse
+
+
 def test_gradients_are_kept_in_the_type_that_was_asked_for() -> None:
     module = linear(dtype=torch.bfloat16)
     module.weight.grad_dtype = module.bias.grad_dtype = torch.float32

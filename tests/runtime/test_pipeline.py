@@ -183,6 +183,28 @@ def test_evaluation_of_what_needs_a_gradient(ranks):
             assert not any(one.requires_grad for one in output)
 
 
+class Giving(nn.Linear):
+    """Hands on its weight, too, as one that shares it with a later stage."""
+
+    def forward(self, x, *_):
+        return super().forward(x), self.weight
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_evaluation_of_a_stage_that_hands_on_a_weight(ranks, mode):
+    schedule = ps.Schedule([["0F0", "1F0"]] if ranks == 1 else [["0F0"], ["1F0"]])
+    modules = [Giving(3, 3), Giving(3, 3)]
+    x, _ = x_and_y(4)
+
+    def use(pipe):
+        with mode():
+            return evaluated(pipe, x)
+
+    output = on_threads(modules, schedule, use)[-1]
+    assert all(torch.equal(*pair) for pair in zip(output, modules[1](*modules[0](x)), strict=True))
+
+
 def evaluation_in_processes(rank, ranks, *, group):
     schedule = ps.build("ZBVZeroBubble", ranks=ranks, microbatches=4)
     modules = layers(schedule.stages)

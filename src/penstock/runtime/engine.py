@@ -23,7 +23,8 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Where the graph of a tensor that needs a gradient begins."""
     node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf; one that Python owns must be kept alive
-        return get_gradient_edge(tensor)
+        with torch.inference_mode(False):  # in which a leaf has no node
+            return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 
 

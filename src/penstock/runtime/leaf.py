@@ -55,6 +55,8 @@ class Leaf:
             or tensor._backward_hooks
             or tensor._post_accumulate_grad_hooks
             or not tensor.requires_grad
+            or type(gradient) is not torch.Tensor
+            or gradient.layout is not torch.strided
         ):
             return False
         grad = tensor.grad

@@ -146,7 +146,8 @@ class Parity:
         return max((one.relative for one in self.differences), default=0.0)
 
     def __str__(self) -> str:
-        return "\n".join([*self._told(), str(self.reduction)])
+        told, reduction = self._told(), str(self.reduction)
+        return "\n".join([*told, reduction] if self.wrong or self.reduction.fits else [reduction, *told])
 
     def _told(self) -> list[str]:
         wrong = self.wrong

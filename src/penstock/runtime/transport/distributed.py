@@ -211,7 +211,10 @@ class DistributedTransport:
 
     def lose_store(self, error: RuntimeError) -> Failure:
         """Take note that the store is gone."""
-        told = f"rank {self.rank} has lost the store; the process that hosts it may have been killed"
+        told = (
+            f"rank {self.rank} has lost the store: the process that hosts it, as a rule rank 0, may have been killed, "
+            "or has ended because it takes fewer steps than the others"
+        )
         return self.learn(Failure(self.rank, f"{told} ({_reason(error)})", label_of(self.progress)), alone=True)
 
     # Within ---------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def _told(place: Place | None) -> str:
     if place is None:
         return "which has not begun a step"
     if place.label is None:
-        return "which is between two steps"
+        return "which is between two steps: each rank must take as many, of the same kind"
     if place.silent:
         return f"which was in {place.label}, and has not been heard of for {place.silent:.0f} s"
     return f"which is in {place.label} since {place.seconds:.0f} s"
