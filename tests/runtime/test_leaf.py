@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.runtime import split_backward
+import penstock as ps
+from penstock.runtime import Pipeline, split_backward
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
 from penstock.runtime.stage import Stage
 from penstock.runtime.step import Flight
+from penstock.runtime.transport.threads import thread_transports
 
 
 def x_of(rows: int = 5, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -273,6 +275,22 @@ def test_a_change_of_type_in_place() -> None:
     y = other(x_of(dtype=torch.float32))
     y.backward(torch.ones_like(y))
     same_gradients(module, other)
+
+
+def test_nodes_do_not_live_from_one_step_to_the_next() -> None:
+    """A hook that is set between them goes with the node, which nobody holds."""
+    schedule = ps.build("ZBVZeroBubble", ranks=1, microbatches=2)
+    modules = {0: normed(), 1: nn.Linear(3, 3, dtype=torch.float64)}
+    calls: list[Any] = []
+    (transport,) = thread_transports(1)
+    with Pipeline(modules, schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+        for _ in range(3):
+            pipe.step(x_of(4).detach(), target=torch.zeros(4, 3, dtype=torch.float64))
+            for module in modules.values():
+                for parameter in module.parameters():
+                    assert parameter.grad is not None
+                    node_of(parameter).register_hook(lambda *values: calls.append(values))
+    assert calls == []
 
 
 def test_a_copy_of_a_stage_that_has_run() -> None:

@@ -280,10 +280,9 @@ class _PipelineSchedule(ABC):
             self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
         except BaseException:
             self._coming = ([], [])
-            for stage in stages:
-                if hasattr(stage, "_forget_failed_step"):
-                    stage._forget_failed_step()
+            _end(stages, failed=True)
             raise
+        _end(stages)
         for stage in stages:
             if stage.is_last and return_outputs:
                 return self._merge_outputs(stage.output_chunks)
@@ -419,6 +418,15 @@ class _PipelineSchedule(ABC):
 _LOSSES: Final = ("_maybe_compute_loss", "_maybe_get_loss")
 _of_losses: Final = attrgetter(*_LOSSES)
 _AS_WRITTEN: Final = _of_losses(_PipelineSchedule)
+
+
+def _end(stages: list[Any], *, failed: bool = False) -> None:
+    """A step of these stages is over. They may be stand-ins."""
+    for stage in stages:
+        if failed and hasattr(stage, "_forget_failed_step"):
+            stage._forget_failed_step()
+        if (split := getattr(stage, "_split", None)) is not None:
+            split.forget_leaves()
 
 
 def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:

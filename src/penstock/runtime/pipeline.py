@@ -397,8 +397,12 @@ class Pipeline:
         for stage in self._stages.values():
             stage.begin()
         elsewhere = self._reductions if ComputationType.REDUCE_GRAD in self._custom else ()
-        with in_step(self._stages.values(), reduce=training, elsewhere=elsewhere):
-            yield
+        try:
+            with in_step(self._stages.values(), reduce=training, elsewhere=elsewhere):
+                yield
+        finally:
+            for stage in self._stages.values():
+                stage.end()
         if training and self._scaling is not None:
             self._scaling.agree()
 

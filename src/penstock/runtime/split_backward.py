@@ -94,6 +94,11 @@ class SplitBackward:
         for cut in self._cuts:
             cut.forget_watched()
 
+    def forget_leaves(self) -> None:
+        """A step is over: nodes of leaves are not kept alive any longer."""
+        for cut in self._cuts:
+            cut.known.clear()
+
     def input_backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor | None], WeightBackward]:
@@ -136,8 +141,7 @@ class SplitBackward:
                 split = self._applied(cut, nodes)
                 if split is not None:
                     return split
-        for cut in self._cuts:  # leaves that are not used any more are not kept for long
-            cut.known.clear()
+        self.forget_leaves()  # those of another graph may be in use no more
         cut, nodes = Cut.of(beginnings, inputs, alone=self.alone)
         # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
         self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points.places))

@@ -72,6 +72,10 @@ class Stage:
         parameters = self.module.parameters()
         self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
 
+    def end(self) -> None:
+        """A step is over, also if it has failed."""
+        self._split.forget_leaves()
+
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a stage that changes them in place: as results of an operation, which may be changed."""
         fresh: tuple[Any, ...] = map_tensors(_fresh, args)
