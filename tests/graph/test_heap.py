@@ -46,6 +46,11 @@ WORK = {
         "import torch\nfrom penstock.runtime.stage import Stage",
         "Stage(0, torch.nn.Linear(2, 2, device='meta'), device='meta')",
     ),
+    "a stage of torch's kind": (
+        "import torch, torch.distributed as dist\nfrom penstock.pipelining import PipelineStage",
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "PipelineStage(torch.nn.Linear(2, 2), 0, 1, torch.device('cpu'))",
+    ),
     "a large schedule": ("import penstock as ps", "ps.lower(ps.build('GPipe', ranks=32, microbatches=1024))"),
 }
 #: By which a user has free memory given back at once.
@@ -86,8 +91,10 @@ def test_some_memory_that_a_pass_over_a_large_schedule_frees_stays_with_the_proc
 
 
 @about_glibc
-def test_all_memory_that_a_stage_frees_stays_with_the_process() -> None:
-    assert measured("a stage") == [0, 0]
+@pytest.mark.parametrize("work", ["a stage", "a stage of torch's kind"])
+def test_all_memory_that_a_stage_frees_stays_with_the_process(work: str) -> None:
+    assert measured(work) == [0, 0]
+    assert measured(work, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == [0, 0], "which is about something else"
 
 
 @about_glibc

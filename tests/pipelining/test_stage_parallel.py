@@ -32,9 +32,12 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.one, self.other = (nn.Parameter(torch.randn(WIDTH * WIDTH)) for _ in range(2))
 
     def forward(self, x):
-        return x + self.second(torch.tanh(self.first(self.norm(x))))
+        """Autograd makes the gradients of the last two parameters as views of the same memory."""
+        mixed = x @ (self.one.view(WIDTH, WIDTH) + self.other.view(WIDTH, WIDTH))
+        return x + self.second(torch.tanh(self.first(self.norm(x)))) + mixed / 4
 
 
 @cache

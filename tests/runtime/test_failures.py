@@ -208,7 +208,9 @@ def kills(count, seed):
 
 
 def test_killed_ranks(tmp_path):
-    """Some at a time: most of the time ranks wait, to be sure that one is gone."""
+    """Some at a time, since most of the time ranks wait, to be sure that one is gone; a machine that is that busy may
+    take longer for one of them.
+    """
 
     def kill(number, ranks, victim, seconds):
         with Workers(ranks) as pool:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.flop_counter import FlopCounterMode
 
 import penstock as ps
-from penstock.runtime import Pipeline, split_backward
+from penstock.runtime import Pipeline, run_in_threads, split_backward
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
 from penstock.runtime.stage import Stage
 from penstock.runtime.step import Flight
@@ -246,11 +246,76 @@ def test_gradients_are_kept_in_the_type_that_was_asked_for() -> None:
         assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
 
 
-def test_in_a_thread_that_may_be_one_of_several_ranks_the_engine_adds(by_engine: list[int]) -> None:
-    thread = threading.Thread(target=lambda: input_half(SplitBackward(alone=True), linear(), x_of())())
-    thread.start()
-    thread.join()
-    assert by_engine == [2]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_ranks_are_threads_the_engine_adds(ranks: int, by_engine: list[int]) -> None:
+    schedule = ps.build("InterleavedZeroBubble", ranks=ranks, microbatches=2)
+    modules = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(schedule.stages)]
+
+    def worker(transport: Any) -> None:
+        mine = {index: modules[index] for index in schedule.placement.stages_of(transport.rank)}
+        pipe = Pipeline(mine, schedule, loss_fn=nn.functional.mse_loss, transport=transport)
+        begin = [x_of(4).detach()] if pipe.has_first else []
+        pipe.step(*begin, target=torch.zeros(4, 4, dtype=torch.float64) if pipe.has_last else None)
+
+    run_in_threads(worker, ranks, timeout=60)
+    # In the first stage, which has no input that needs a gradient, all of the backward is in W, and the engine's.
+    assert len(by_engine) == (2 if ranks == 1 else 2 * schedule.stages)
+
+
+def test_a_bias_of_one_number(by_engine: list[int]) -> None:
+    class Raised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = linear().weight, nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    check(Raised())
+    assert by_engine == []
+
+
+def test_operations_are_counted(by_engine: list[int]) -> None:
+    module, split = linear(dtype=torch.float32), SplitBackward(alone=True)
+    for _ in range(2):
+        weight_backward = input_half(split, module, x_of(dtype=torch.float32))
+        with FlopCounterMode(display=False) as counter:
+            weight_backward()
+        assert counter.get_total_flops() == 2 * 5 * 4 * 3
+    assert by_engine == []
+
+
+class Twofold(nn.Module):
+    """Autograd makes the gradients of its parameters as views of the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(16, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.one.view(4, 4) + self.other.view(4, 4))
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "1F1B"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_autograd_makes_in_the_same_memory(name: str, to_none: bool) -> None:
+    """Each gets memory of its own, or the next microbatch would be added to both."""
+    torch.manual_seed(0)
+    schedule = ps.build(name, ranks=1, microbatches=4)
+    modules = [Twofold() for _ in range(schedule.stages)]
+    whole = copy.deepcopy(nn.Sequential(*modules))
+    x, y = x_of(8).detach(), torch.zeros(8, 4, dtype=torch.float64)
+    (transport,) = thread_transports(1)
+    with Pipeline(dict(enumerate(modules)), schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+        for _ in range(2):
+            for module in (*modules, whole):
+                module.zero_grad(set_to_none=to_none)
+            pipe.step(x, target=y)
+            nn.functional.mse_loss(whole(x), y).backward()
+            for parameter in whole.parameters():
+                parameter.grad = parameter.grad.clone()
+            for one, other in zip(modules, whole, strict=True):
+                same_gradients(one, other)
 
 
 def test_weights_that_are_replaced_are_free() -> None:
@@ -261,6 +326,41 @@ def test_weights_that_are_replaced_are_free() -> None:
     input_half(split, module, x_of())()
     gc.collect()
     assert old() is None
+
+
+def test_weights_of_a_graph_that_is_cut_no_more_are_free() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+            self.turn = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer(x)) if self.turn else self.layer(x)
+
+    module, split = Either(), SplitBackward(alone=True)
+    input_half(split, module, x_of())()
+    old = weakref.ref(module.layer.weight)
+    module.layer, module.turn = linear(), True
+    input_half(split, module, x_of())()
+    gc.collect()
+    assert old() is None
+
+
+def test_a_weight_that_becomes_another() -> None:
+    """The cut is known, and what it was found for was contiguous."""
+    module, split = linear(), SplitBackward(alone=True)
+    for change in (None, turned, of_a_type):
+        if change is not None:
+            change(module)
+        module.zero_grad()
+        input_half(split, module, x_of())()
+        other = copy.deepcopy(module)
+        other.zero_grad()
+        y = other(x_of())
+        y.backward(torch.ones_like(y))
+        same_gradients(module, other)
+        assert module.weight.grad.stride() == other.weight.grad.stride()
 
 
 def test_a_change_of_type_in_place() -> None:

@@ -25,6 +25,8 @@ _ROOM: Final = 8192
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 _NEVER: Final = -1
+#: As they are called in the environment.
+_THRESHOLDS: Final = ("trim_threshold", "mmap_threshold")
 
 
 @cache
@@ -54,5 +56,5 @@ def keep_all_freed_memory() -> None:
 
 
 def _is_set_by_user() -> bool:
-    named = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    return any(name in os.environ for name in named) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    settings = os.environ.get("GLIBC_TUNABLES", "")
+    return any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}=" in settings for name in _THRESHOLDS)

@@ -334,7 +334,7 @@ class StageCompute(StageEdges):
     def _watch_gradients(self) -> None:
         """Find out, once in a step, which parameters have no gradient yet."""
         if self._without_gradient is None:
-            mine = self._parallel.is_alone and isinstance(self.submod, torch.nn.Module)
+            mine = self._parallel.has_own_gradients and isinstance(self.submod, torch.nn.Module)
             parameters = self.submod.parameters() if mine else ()
             self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
 

@@ -29,6 +29,8 @@ class Parallel(Protocol):
 
     #: Whether no other replica has the parameters.
     is_alone: bool
+    #: Whether every gradient shall have memory of its own: neither parts of a bucket, nor of a wrapper's making.
+    has_own_gradients: bool
     #: Whether a backward can be cut in two; if not, all of it is done with the gradient of the inputs.
     divisible: bool
     #: Whether outputs are needed as tensors until the backward.
@@ -64,13 +66,17 @@ def parallel_of(module: Any) -> Parallel:
     if sharded:
         return PartlySharded(sharded)
     adapter = adapter_for(module)
-    return NotShared() if adapter is None else PartlyReplicated(adapter)
+    if adapter is None:
+        return NotShared()
+    wrapped = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    return PartlyReplicated(adapter, in_buckets=any(part.gradient_as_bucket_view for part in wrapped))
 
 
 class NotShared:
     """A module of this rank alone."""
 
     is_alone = True
+    has_own_gradients = True
     divisible = True
     keeps_outputs = False
     is_loud = False
@@ -103,6 +109,7 @@ class Replicated:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
+        self.has_own_gradients = not module.gradient_as_bucket_view
 
     def silent(self) -> AbstractContextManager[Any]:
         """Share nothing."""
@@ -139,6 +146,7 @@ class FullySharded:
     """``fully_shard``, or the ``replicate`` made of it, around the stage: nothing is shared before ``reduce``."""
 
     is_alone = False
+    has_own_gradients = False
     divisible = True
     keeps_outputs = False
     is_loud = False
@@ -157,10 +165,15 @@ class FullySharded:
         if not self._begun:
             self._begun = True
             self._adapter.begin()
-        if kind != "weight":
-            return run()
-        self._adapter.weight_backward(run)
-        return (), None
+        if kind == "weight":
+            self._adapter.weight_backward(lambda: self._owned(run))
+            return (), None
+        return self._owned(run)
+
+    def _owned(self, run: Callable[[], Any]) -> Any:
+        result = run()
+        self._adapter.own_gradients()
+        return result
 
     def reduce(self) -> None:
         """Share the gradients, wait for them, and release the parameters."""
@@ -208,8 +221,9 @@ class PartlyReplicated(NotShared):
     is_alone = False
     is_loud = True
 
-    def __init__(self, adapter: DataParallel) -> None:
+    def __init__(self, adapter: DataParallel, *, in_buckets: bool) -> None:
         self._adapter = adapter
+        self.has_own_gradients = not in_buckets
 
     def silent(self) -> AbstractContextManager[Any]:
         """Share nothing, from the first forward of a step on."""

@@ -93,7 +93,7 @@ class StageState:
         # For every tensor of every microbatch, which takes time: only when torch is asked for details.
         self._runtime_validate = get_debug_level() == DebugLevel.DETAIL
         self._stage_meta = _StageMeta()
-        if torch.device(device).type == "cpu":
+        if str(device).startswith("cpu"):
             keep_all_freed_memory()
 
     def _begin_empty(self) -> None:

@@ -49,6 +49,9 @@ class Averaged:
         """Nothing is to be done about it."""
         run()
 
+    def own_gradients(self) -> None:
+        """Those of the module's parameters are the stage's business."""
+
     def reduce(self) -> None:
         """Begin to average the gradients."""
         if not self._due:

@@ -49,6 +49,9 @@ class DataParallel(Protocol):
     def weight_backward(self, run: Callable[[], None]) -> None:
         """W: run it, with the parameters at hand. The hooks of the module do not see it."""
 
+    def own_gradients(self) -> None:
+        """A backward has run: gradients of parameters that the module itself does not show have memory of their own."""
+
     def reduce(self) -> None:
         """REDUCE_GRAD: all backwards of the step are done; share the gradients, if that has not begun in this step."""
 

@@ -5,13 +5,12 @@ to what is there as it is made, without a tensor of its own as large as the weig
 takes longer than the product does.
 
 Hooks that are set in C++ cannot be seen: those of ``DistributedDataParallel`` are the ones that torch has. On
-accelerators the engine brings streams into order, too, so leaves there are left to it. So are those of a rank that is
-one of several threads: the engine locks a leaf, and another thread may have it as well.
+accelerators the engine brings streams into order, too, so leaves there are left to it. So are those of ranks that are
+threads of one process: the engine locks a leaf, and another rank may have it as well.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,20 +44,18 @@ class Leaf:
         """Whether the node has hooks."""
         return bool(self._before or self._after)
 
-    def takes(self, gradient: torch.Tensor) -> bool:
-        """Whether what is made of a gradient can be added here: nobody looks on, and the engine would do the same."""
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients can be added here: nobody looks on."""
         tensor = self.tensor
-        if (
-            not self._is_plain
-            or self._before
-            or self._after
-            or tensor._backward_hooks
-            or tensor._post_accumulate_grad_hooks
-            or not tensor.requires_grad
-            or type(gradient) is not torch.Tensor
-            or gradient.layout is not torch.strided
-        ):
+        watched = self.is_watched or tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+        return self._is_plain and tensor.requires_grad and not watched
+
+    def takes(self, gradient: torch.Tensor) -> bool:
+        """Whether what is made of a gradient can be added here, and the engine would do the same."""
+        if not self.is_open or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
             return False
+        tensor = self.tensor
         grad = tensor.grad
         if grad is None:
             kept_as = getattr(tensor, "grad_dtype", tensor.dtype)
@@ -76,20 +73,17 @@ class Leaf:
         if grad is None:
             self.tensor.grad = mm(left, right)
         else:
-            grad.addmm_(left, right)
+            torch.addmm(grad, left, right, out=grad)  # which those who count operations know, unlike addmm_
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add a gradient that nobody else has."""
+        """Add a gradient that nobody else has. Where one number stands for many, it gets the sum."""
         grad = self.tensor.grad
+        if gradient.shape != self.tensor.shape:
+            gradient = gradient.sum_to_size(self.tensor.shape)
         if grad is None:
             self.tensor.grad = gradient
         else:
             grad.add_(gradient)
-
-
-def is_one_of_several() -> bool:
-    """Whether this thread may be one of several ranks."""
-    return threading.current_thread() is not threading.main_thread()
 
 
 def added(leaves: Sequence[Leaf], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

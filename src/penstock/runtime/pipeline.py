@@ -121,6 +121,9 @@ class Pipeline:
             check_reduction(loss_reduction, loss_weight)
             check_shapes(shapes)
             self._stages = _stages(stages)
+            if self.transport.in_one_process:
+                for stage in self._stages.values():
+                    stage.share_process()
             self._telling = Telling(self.transport, self._stages.values(), self._action)
             self.compute = schedule
             self.schedule = self._lowered(schedule, self._model())

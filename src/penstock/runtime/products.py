@@ -140,7 +140,7 @@ def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any, bool], Ru
         if not _is_turned(node):
             return Rule(dense, _product_and_bias if bias else _product)
         row = node.next_functions
-        if not _is_leaf_turned(row[-1][0], None if alone else _SMALL) or unseen([node]) is None:
+        if not _is_leaf_turned(row[-1][0], alone) or unseen([node]) is None:
             return Rule(dense, _turned_and_bias if bias else _turned)
         if bias and _is_vector(row[0][0]):
             return Rule(unseen, _turned_back_and_sum, vector=True, behind=True, add=_add_turned_back_and_sum)
@@ -157,15 +157,15 @@ def _is_turned(node: Any) -> bool:
     return bool(strides and strides[-2] == 1)
 
 
-def _is_leaf_turned(node: Any, largest: int | None) -> bool:
-    """Whether a node is that of the transpose of a leaf, and the leaf is no larger than some bytes.
+def _is_leaf_turned(node: Any, alone: bool) -> bool:
+    """Whether a node is that of the transpose of a leaf, and the leaf is small, or gradients can be added to it here.
 
     What is handed to the engine for a leaf itself, and is its first gradient, is copied, since it is known here, too.
     """
     if type(node).__name__ != "TBackward0":
         return False
     leaf = node.next_functions[0][0]
-    return type(leaf).__name__ == LEAF and (largest is None or leaf.variable.nbytes <= largest)
+    return type(leaf).__name__ == LEAF and (leaf.variable.nbytes <= _SMALL or (alone and Leaf(leaf).is_open))
 
 
 def _is_vector(node: Any) -> bool:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.runtime.engine import is_shared
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -64,6 +66,14 @@ class Sharded:
         run()
         if self._reduces_in_another_type():
             self._run_post_backward()
+
+    def own_gradients(self) -> None:
+        """Give every parameter that is together a gradient in memory of its own."""
+        for state in self._states():
+            for parameter in [one for group in state._fsdp_param_groups for one in group.fsdp_params]:
+                together = getattr(parameter, "_unsharded_param", None)  # once it has been brought together
+                if together is not None and type(together.grad) is torch.Tensor and is_shared(together.grad):
+                    together.grad = together.grad.clone()
 
     def reduce(self) -> None:
         """Begin to reduce the gradients."""

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.runtime.cut import Cut
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
-from penstock.runtime.leaf import added, is_one_of_several
+from penstock.runtime.leaf import added
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +63,8 @@ class SplitBackward:
     node of a weight's transpose is not called.
 
     With `alone`, gradients of linear layers are added to ``.grad`` as they are made where no hook is set to see them.
-    It must not be said where hooks are set in C++, as by ``DistributedDataParallel``.
+    It must not be said where hooks are set in C++, as by ``DistributedDataParallel``, or where another thread may add
+    to the same weights.
 
     >>> from torch.autograd.graph import get_gradient_edge
     >>> layer = torch.nn.Linear(2, 2)
@@ -148,7 +149,7 @@ class SplitBackward:
         return None if cut.whole else self._applied(cut, nodes)
 
     def _applied(self, cut: Cut, nodes: Sequence[Any]) -> _Split | None:
-        return _applied(cut, nodes, self._carrier, alone=self.alone and not is_one_of_several())
+        return _applied(cut, nodes, self._carrier, alone=self.alone)
 
 
 class WeightBackward:

@@ -67,6 +67,10 @@ class Stage:
         if self.device.type == "cpu":
             keep_all_freed_memory()
 
+    def share_process(self) -> None:
+        """Other ranks are threads of this process, and may have the same leaves."""
+        self._split.alone = False
+
     def begin(self) -> None:
         """A step begins."""
         parameters = self.module.parameters()
@@ -106,6 +110,8 @@ class Stage:
                 parameter.grad = parameter.grad.clone()
         if self._without_gradient:
             self._without_gradient = [one for one in self._without_gradient if one.grad is None]
+        if self.parallel is not None:
+            self.parallel.own_gradients()
 
     def input_backward(
         self, flight: Flight, gradients: Sequence[torch.Tensor | None]
@@ -127,7 +133,11 @@ class Stage:
             return [None] * len(flight.inputs), _nothing
         found, left = self._split.input_backward(roots, known, flight.inputs)
         self._own_gradients()
-        return found, left
+        return found, partial(self._weight_backward, left)
+
+    def _weight_backward(self, left: Callable[[], None]) -> None:
+        left()
+        self._own_gradients()
 
     def loss_root(self, loss: Any, output: Any) -> tuple[Any, ...]:
         """Where the graph of the loss of an output begins; nowhere if nothing that has led to the output is trained."""

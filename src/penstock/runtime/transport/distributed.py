@@ -57,6 +57,8 @@ class DistributedTransport:
         device: where the tensors are; by default on what the group is for.
     """
 
+    in_one_process = False
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

@@ -67,6 +67,8 @@ class Transport(Protocol):
 
     rank: int
     ranks: int
+    #: Whether several ranks are threads of one process.
+    in_one_process: bool
     model: CommModel
     progress: Progress
 

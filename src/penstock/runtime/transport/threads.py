@@ -34,6 +34,7 @@ class ThreadTransport:
     def __init__(self, rank: int, switchboard: Switchboard) -> None:
         self.rank = rank
         self.ranks = switchboard.ranks
+        self.in_one_process = self.ranks > 1
         self.model = switchboard.model
         self.progress = Progress()
         self._switchboard = switchboard
