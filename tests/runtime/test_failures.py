@@ -144,15 +144,15 @@ def check_every_action(workers, name, ranks, part=0, parts=1):
     return slowest
 
 
-@pytest.mark.parametrize(("name", "ranks", "parts"), [("1F1B", 2, 3), ("ZBVZeroBubble", 2, 8), ("1F1B", 3, 8)])
-def test_an_exception_in_some_actions(workers, name, ranks, parts):
-    check_every_action(workers, name, ranks, parts=parts)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("name", "ranks"), SMALL)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [one if one[1] == 2 else pytest.param(*one, marks=pytest.mark.full) for one in SMALL]
+)
 def test_an_exception_in_every_action(workers, name, ranks):
     print(f"{name} on {ranks} ranks: known after {check_every_action(workers, name, ranks):.2f} s at most")  # noqa: T201
+
+
+def test_an_exception_in_some_actions_of_three_ranks(workers):
+    check_every_action(workers, "1F1B", 3, parts=8)
 
 
 # Processes that are killed --------------------------------------------------------------------------------------------
