@@ -1,7 +1,9 @@
 """``pipe.check_parity``: right pipelines pass, wrong modules are named, and nothing is left behind."""
 
+import re
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
 
 import penstock as ps
-from penstock.errors import StageError
+from penstock.errors import PenstockError, StageError
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Pipeline, Stage, run_in_threads
 from penstock.runtime.parity import Parity
@@ -341,7 +343,7 @@ def test_a_mean_over_tokens_is_no_mean_over_samples() -> None:
         assert isinstance(error, StageError)
         assert error.stage == 1
         assert "the loss of the whole batch is " in str(error)
-        assert "is loss_fn a mean over samples? see loss_reduction" in str(error)
+        assert "is loss_fn a mean over samples? write loss_reduction='sum' for a sum" in str(error)
         assert "gradients and losses are those of the unsplit model" in str(error)
     assert len({str(error) for error in found}) == 1
     settings = {"loss_reduction": "weighted", "loss_weight": lambda target: (target != -100).sum()}
@@ -371,7 +373,7 @@ def test_reductions_that_are_wrong() -> None:
     for loss_fn, reduction in wrong:
         for error in reduced(loss_fn, y, loss_reduction=reduction):
             assert isinstance(error, StageError)
-            assert "see loss_reduction" in str(error)
+            assert "write loss_reduction=" in str(error)
 
 
 def test_a_loss_that_is_not_a_number_in_one_microbatch() -> None:
@@ -496,3 +498,35 @@ def sharded(rank: int, ranks: int) -> str:
 
 def test_sharded_stages(workers: Any) -> None:
     assert all("are those of the unsplit model" in one for one in workers.run(sharded))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_hook_that_steps_an_optimizer(every: int) -> None:
+    """It must not train the model; and what it does to the comparison is told."""
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=2)
+    modules = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.stages)]
+    before = [parameter.detach().clone() for module in modules for parameter in module.parameters()]
+
+    def stepping(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        optimizer, calls = torch.optim.SGD([parameter], lr=0.1), count(1)
+        return lambda _: optimizer.step() if next(calls) % every == 0 else None
+
+    def worker(transport: Any) -> Any:
+        mine = {index: modules[index] for index in schedule.placement.stages_of(transport.rank)}
+        if transport.rank == 1:
+            for parameter in mine[1].parameters():
+                parameter.register_post_accumulate_grad_hook(stepping(parameter))
+        pipe = Pipeline(mine, schedule, loss_fn=mse_loss, transport=transport)
+        x, y = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
+        with pytest.raises(PenstockError) as caught:
+            pipe.check_parity(*([x] if pipe.has_first else []), target=y if pipe.has_last else None)
+        return str(caught.value)
+
+    expected = {
+        1: "rank 1 failed in 1I1 .* modified by an inplace operation",  # by autograd
+        2: r"the parameter \w+ of stage 1 was changed while .* does a hook step an optimizer\?",
+    }
+    for told in run_in_threads(worker, 2, timeout=60):
+        assert re.match(expected[every], told), told
+    after = [parameter for module in modules for parameter in module.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

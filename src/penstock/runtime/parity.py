@@ -116,7 +116,7 @@ class Reduction:
                 f"whether the losses of the microbatches make that of the whole batch was not checked: {self.unchecked}"
             )
         told = f"the loss of the whole batch is {self.whole:.6g}, that of the microbatches together {self.together:.6g}"
-        return told if self.fits else f"{told}: is loss_fn a mean over samples? see loss_reduction"
+        return told if self.fits else f"{told}: is loss_fn a mean over samples? {_OTHERWISE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +167,7 @@ class Parity:
 
 
 _SHOWN: Final = 10
+_OTHERWISE: Final = "write loss_reduction='sum' for a sum, 'weighted' for a mean over tokens"
 
 
 def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any) -> Parity:
@@ -175,7 +176,8 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
     if pipe._forward_only:
         raise StageError("check_parity compares gradients, and this schedule has no backward")
     parameters = _parameters(pipe.stages)
-    with pipe._telling, torch.enable_grad(), _untouched(pipe, parameters) as begin:
+    values = {one: (one._version, one.detach().clone()) for one in parameters}
+    with pipe._telling, torch.enable_grad(), _untouched(pipe, parameters, values) as begin:
         batch = pipe._batches.of_step(copied(args), copied(kwargs), target, varying=True)
         # So that shapes are known, and no stage is run for them below.
         pipe._programs.training(batch, pipe._customized)
@@ -201,6 +203,12 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
             again, _, _ = plain.run(split=False)
             mine = any(not one.fits for one in _compared(parameters, again, expected, SCHEDULED))
             random = any(data == b"1" for data in pipe.transport.exchange(b"1" if mine else b"0"))
+        trained = [data.decode() for data in pipe.transport.exchange(_put_back(parameters, values).encode()) if data]
+    if trained:
+        raise StageError(
+            f"{trained[0]} was changed while gradients were compared, and is as before now: does a hook step an "
+            "optimizer? Remove such hooks for the time of check_parity"
+        )
     parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction)
     if parity.wrong:
         raise StageError(str(parity), stage=parity.wrong[0].stage)
@@ -462,9 +470,29 @@ def _after(*_: object) -> None:
     drawing.release()
 
 
+def _put_back(
+    parameters: Mapping[torch.nn.Parameter, _Owned], values: Mapping[torch.nn.Parameter, tuple[int, torch.Tensor]]
+) -> str:
+    """Give parameters the values that they had; returns which of them had another, if one had."""
+    changed = ""
+    for parameter, owned in parameters.items():
+        version, value = values[parameter]
+        if parameter._version != version and not torch.equal(parameter, value):
+            changed = changed or f"the parameter {owned.name} of stage {owned.stage}"
+            with torch.no_grad():
+                parameter.copy_(value)
+    return changed
+
+
 @contextmanager
-def _untouched(pipe: Pipeline, parameters: Mapping[torch.nn.Parameter, _Owned]) -> Iterator[Callable[[], None]]:
-    """Leave gradients, buffers and random numbers as they are. Gives what brings back the beginning, without gradients.
+def _untouched(
+    pipe: Pipeline,
+    parameters: Mapping[torch.nn.Parameter, _Owned],
+    values: Mapping[torch.nn.Parameter, tuple[int, torch.Tensor]],
+) -> Iterator[Callable[[], None]]:
+    """Leave all as it is: parameters, gradients, buffers, random numbers. Gives what brings back the beginning.
+
+    In the beginning there are no gradients.
 
     Ranks may be threads, with random numbers in common: none begins before all have kept them, nor puts them back
     before all are done.
@@ -486,5 +514,6 @@ def _untouched(pipe: Pipeline, parameters: Mapping[torch.nn.Parameter, _Owned]) 
             pipe.transport.exchange(b"done")
         finally:
             buffers.put_back()
+            _put_back(parameters, values)
             for one, gradient in gradients.items():
                 one.grad = gradient

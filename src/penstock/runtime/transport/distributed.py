@@ -344,7 +344,10 @@ class DistributedTransport:
         peer = awaited if awaited in lost or not lost else lost[0]
         whose = "a connection" if peer is None else f"the connection to rank {peer}"
         where = "" if label is None else f" in {label}"
-        told = f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed ({_reason(error)})"
+        told = (
+            f"{whose} was lost{where} on rank {self.rank}; the other process may have been killed, or have ended early"
+        )
+        told = f"{told} ({_reason(error)})"
         return Failure(self.rank if peer is None else peer, told, label)
 
 
