@@ -56,7 +56,7 @@ class Size(NamedTuple):
 SMALL = Size("small", 256, 32, 128, 8, SCHEDULES, often=3)
 MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES, often=8)
 #: Where torch's ZBV takes more than twice what the ranks compute: this is what the goal for zero bubble is about.
-SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES, often=12)
+SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES, often=24)
 
 
 def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
