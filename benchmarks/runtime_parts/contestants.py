@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import penstock as ps
 from penstock.pipelining import PipelineStage as OurStage
 from penstock.pipelining import schedules as our_schedules
 from penstock.runtime import Pipeline
-from penstock.runtime.split_backward import SplitBackward, WeightBackward
+from penstock.runtime.split_backward import SplitBackward
 from runtime_parts.models import Model, loss_function
 
 if TYPE_CHECKING:
@@ -293,24 +294,43 @@ class AloneInHalves(Alone):
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self.splits = {stage: SplitBackward(alone=True) for stage in self.modules}
         does = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
         self.order = [(does[kind], stage, microbatch) for kind, stage, microbatch in case.order if kind in does]
-        self.left: dict[tuple[int, int], WeightBackward] = {}
+        self.splits = {stage: SplitBackward(alone=True) for stage in self.modules}
+        self.left: dict[tuple[int, int], Callable[[], None]] = {}
 
     def backward_input(self, stage: int, microbatch: int) -> None:
-        """I."""
+        """I. Nobody waits for that of the first stage."""
         x, y = self.saved.pop((stage, microbatch))
-        root, inputs = get_gradient_edge(y), [x] if stage else []
-        del y
-        found, left = self.splits[stage].input_backward([root], [self.gradient(stage, microbatch)], inputs)
-        self.left[stage, microbatch] = left
-        if stage:
-            self.ready[stage - 1, microbatch, "B"] = found[0]
+        gradient = self.gradient(stage, microbatch)
+        if stage == 0:
+            self.left[stage, microbatch] = partial(torch.autograd.backward, y, gradient)
+            return
+        found, self.left[stage, microbatch] = self.halves(stage, x, y, gradient)
+        self.ready[stage - 1, microbatch, "B"] = found
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W."""
         self.left.pop((stage, microbatch))()
+
+    def halves(
+        self, stage: int, x: torch.Tensor, y: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """The gradient of an input, and what makes those of the weights."""
+        (found,), left = self.splits[stage].input_backward([get_gradient_edge(y)], [gradient], [x])
+        return found, left
+
+
+class AloneInTorchHalves(AloneInHalves):
+    """The same in torch's way: what it has to compute."""
+
+    def halves(
+        self, stage: int, x: torch.Tensor, y: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """The gradient of an input, and what makes those of the weights."""
+        weights = self.weights[stage]
+        (found,), groups = stage_backward_input([y], [gradient], [x], iter(weights))
+        return found, partial(stage_backward_weight, iter(weights), groups)
 
 
 def clear(contestant: Contestant) -> None:

@@ -10,6 +10,7 @@ from runtime_parts.contestants import (
     ZERO_BUBBLE,
     Alone,
     AloneInHalves,
+    AloneInTorchHalves,
     Case,
     Kind,
     Loop,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 RANKS = 2
 #: Who is in the processes of torch's side.
-THEIRS = ("torch", "loop")
+THEIRS = ("torch", "loop", "in torch's halves")
 NEVER_ABOVE = 1.0
 OF_COMPUTE = 1.05
 OF_ZERO_BUBBLE = 0.65
@@ -53,7 +54,7 @@ class Size(NamedTuple):
         return transformer(8, self.width, self.rows // self.microbatches, self.length)
 
 
-SMALL = Size("small", 256, 32, 128, 8, SCHEDULES, often=3)
+SMALL = Size("small", 256, 32, 128, 8, SCHEDULES, often=6)
 MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES, often=8)
 #: Where torch's ZBV takes more than twice what the ranks compute: this is what the goal for zero bubble is about.
 SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES, often=24)
@@ -75,7 +76,9 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
             "keep what is freed, from which everybody gains who shares its process",
             "alone: forwards and whole backwards of the rank in the order of the schedule, nothing sent or received,",
             "both ranks at once, the slower of the two; in halves: the same with I and W, where the schedule has them,",
-            "so that the price of splitting, which (c) is about, is in it",
+            "so that the price of splitting, which (c) is about, is in it; torch's halves are its own. The goal for",
+            "ZBV is over what the schedule has the rank compute, I and W: torch takes 7 % more than that when the",
+            "machine is quiet, and 16 % more than whole backwards",
             "a microbatch: rows x length of the sequence; the mid-size model with a long one is bound by its compute",
             "DualPipeV is no zero-bubble schedule and splits few backwards (torch takes 1.3 to 1.7 of compute alone",
             "with a short sequence, not 2.2): as for any other schedule its goal is 1.0",
@@ -115,6 +118,7 @@ def _kinds(size: Size, name: str, ours: Kind) -> dict[str, Kind]:
         kinds["loop"] = Loop
     if name in SPLITTING:
         kinds["in halves"] = AloneInHalves
+        kinds["in torch's halves"] = AloneInTorchHalves
     return kinds
 
 
@@ -129,6 +133,10 @@ def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> 
         for clock, combine in (("wall", max), ("thread", sum))
     )
     of_torch, of_alone = ratios(wall["ours"], wall["torch"]), ratios(wall["ours"], wall["alone"])
+    in_torch_halves, in_halves = (
+        ratios(wall[who], wall[alone]) if alone in wall else None
+        for who, alone in (("torch", "in torch's halves"), ("ours", "in halves"))
+    )
     limit = OF_ZERO_BUBBLE if size.name == SHORT.name and name in ZERO_BUBBLE else NEVER_ABOVE
     tokens = f"{size.rows // size.microbatches} x {size.length}"
     made.rows.append(
@@ -142,11 +150,12 @@ def _row(made: Report, size: Size, name: str, ranks: list[dict[str, Turns]]) -> 
             "goal": limit,
             "torch/alone": ratios(wall["torch"], wall["alone"]),
             "ours/alone": of_alone,
-            "ours/alone in halves": ratios(wall["ours"], wall["in halves"]) if "in halves" in wall else None,
+            "torch/in its halves": in_torch_halves,
+            "ours/in halves": in_halves,
             "CPU ours/torch": ratios(thread["ours"], thread["torch"]),
             "CPU ours/alone": ratios(thread["ours"], thread["alone"]),
         }
     )
     made.goals.append(Goal(f"{size.name}, {name}, step time of torch's", of_torch.middle, limit))
-    if size.name == SMALL.name and name == "ZBVZeroBubble":
-        made.goals.append(Goal(f"{size.name}, {name}, step time of compute alone", of_alone.middle, OF_COMPUTE))
+    if size.name == SMALL.name and name == "ZBVZeroBubble" and in_halves is not None:
+        made.goals.append(Goal(f"{size.name}, {name}, step time of its compute alone", in_halves.middle, OF_COMPUTE))
