@@ -50,6 +50,10 @@ def around_ddp(module, replicas):
     return DistributedDataParallel(module, process_group=replicas.get_group())
 
 
+def around_ddp_in_buckets(module, replicas):
+    return DistributedDataParallel(module, process_group=replicas.get_group(), gradient_as_bucket_view=True)
+
+
 def around_ddp_with_hook(module, replicas):
     wrapped = around_ddp(module, replicas)
     wrapped.register_comm_hook(replicas.get_group(), allreduce_hook)
@@ -89,6 +93,7 @@ def sharded_inside(module, replicas):
 
 WRAPPERS = {
     "ddp": around_ddp,
+    "ddp in buckets": around_ddp_in_buckets,
     "ddp inside": ddp_inside,
     "composable": composable,
     "replicate": replicated,

@@ -500,6 +500,30 @@ def test_sharded_stages(workers: Any) -> None:
     assert all("are those of the unsplit model" in one for one in workers.run(sharded))
 
 
+def test_weights_that_are_not_there_yet() -> None:
+    (parity,) = probe(lambda index: nn.Linear(WIDTH, WIDTH) if index else nn.LazyLinear(WIDTH), "ZBVZeroBubble")
+    assert isinstance(parity, Parity)
+
+
+def test_a_hook_that_changes_data() -> None:
+    """Of that no version tells."""
+    parameters: list[nn.Parameter] = []
+
+    def step(parameter: torch.Tensor) -> None:
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    def prepare(pipe: Pipeline) -> None:
+        for parameter in pipe.stages[0].module.parameters():
+            parameters.append(parameter)
+            parameter.register_post_accumulate_grad_hook(step)
+
+    torch.manual_seed(0)
+    before = list(nn.Linear(WIDTH, WIDTH).double().parameters())
+    (told,) = probe(lambda _: nn.Linear(WIDTH, WIDTH), "ZBVZeroBubble", prepare=prepare)
+    assert re.match(r"the parameter \w+ of stage 0 was changed while .* does a hook step an optimizer\?", str(told))
+    assert all(torch.equal(*pair) for pair in zip(parameters, before, strict=True))
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_hook_that_steps_an_optimizer(every: int) -> None:
     """It must not train the model; and what it does to the comparison is told."""

@@ -154,7 +154,9 @@ def test_a_hook_that_a_forward_sets_goes_with_its_graph_also_when_backwards_are_
             if self.number is not None:
                 number = self.number
                 node_of(self.layer.weight).register_hook(lambda *_: calls.append(number))
-            return y
+            return torch.tanh(y) if self.bent else y
+
+        bent = False
 
     module = Hooking()
     stage = Stage(0, module)
@@ -173,6 +175,14 @@ def test_a_hook_that_a_forward_sets_goes_with_its_graph_also_when_backwards_are_
     for module.number in range(3, 6):
         halves()
     assert calls == [0, 1, 2, 3, 4, 5]
+
+    module.number = None
+    for module.bent in (True, False):  # graphs of two forms: each knows the leaves
+        halves()
+    module.bent = True
+    for module.number in range(6, 9):
+        halves()
+    assert calls == list(range(9))
 
 
 def test_a_weight_that_is_frozen_between_the_halves_gets_nothing() -> None:
@@ -221,7 +231,7 @@ def test_what_is_not_plain_is_left_to_the_engine(change: Callable[[nn.Linear], A
     assert by_engine
 
 
-def test_a_sparse_gradient_beside_a_dense_one() -> None:
+def test_a_sparse_gradient_beside_a_dense_one(by_engine: list[int]) -> None:
     class Looking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -235,6 +245,7 @@ def test_a_sparse_gradient_beside_a_dense_one() -> None:
     module.table.grad = torch.ones_like(module.table)
     check(module)
     assert not module.table.grad.is_sparse
+    assert by_engine == [2, 2, 2]  # with one of no use, as for any single root
 
 
 def test_gradients_are_kept_in_the_type_that_was_asked_for() -> None:
@@ -316,6 +327,51 @@ def test_gradients_that_autograd_makes_in_the_same_memory(name: str, to_none: bo
                 parameter.grad = parameter.grad.clone()
             for one, other in zip(modules, whole, strict=True):
                 same_gradients(one, other)
+        pipe.check_parity(x, target=y)
+
+
+def test_a_first_gradient_that_is_sparse(by_engine: list[int]) -> None:
+    """An embedding is not asked for memory that it does not have."""
+    for name in ("1F1B", "ZBVZeroBubble"):
+        schedule = ps.build(name, ranks=1, microbatches=2)
+        table = nn.Embedding(7, 4, sparse=True, dtype=torch.float64)
+        modules = [table, *[nn.Linear(4, 4, dtype=torch.float64) for _ in range(schedule.stages - 1)]]
+        whole = copy.deepcopy(nn.Sequential(*modules))
+        x, y = torch.arange(8) % 7, torch.zeros(8, 4, dtype=torch.float64)
+        (transport,) = thread_transports(1)
+        with Pipeline(dict(enumerate(modules)), schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+            pipe.step(x, target=y)
+        nn.functional.mse_loss(whole(x), y).backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+        torch.testing.assert_close(table.weight.grad.to_dense(), whole[0].weight.grad.to_dense())
+
+
+class Kind(torch.Tensor):
+    """A class of its own."""
+
+
+def test_an_operand_of_a_type_makes_no_gradient_of_that_type() -> None:
+    module, split = linear(bias=False), SplitBackward(alone=True)
+    for _ in range(2):
+        x = x_of()
+        y = nn.functional.linear(x.as_subclass(Kind), module.weight).as_subclass(torch.Tensor)
+        split.input_backward([get_gradient_edge(y)], [torch.ones_like(y)], [x])[1]()
+        assert type(module.weight.grad) is torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("alone", [True, False])
+def test_anomalies_in_gradients_of_weights_are_found(alone: bool) -> None:
+    module, x = linear(bias=False), torch.full((5, 4), torch.inf, dtype=torch.float64).requires_grad_()
+    nowhere = torch.zeros(5, 3, dtype=torch.bool)
+    with torch.autograd.detect_anomaly():
+        y = torch.where(nowhere, module(x), 0.0)  # gradients of zero, times infinity
+        _, weight_backward = SplitBackward(alone=alone).input_backward(
+            [get_gradient_edge(y)], [torch.ones_like(y)], [x]
+        )
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            weight_backward()
 
 
 def test_weights_that_are_replaced_are_free() -> None:

@@ -80,6 +80,34 @@ def test_a_stage_that_changes_its_input_in_place(name, ranks):
     compare([first, last], built(name, ranks), values(8, 4), values(8, 4))
 
 
+class Doubling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear()
+
+    def forward(self, x):
+        return self.layer(x.mul_(2))
+
+
+@pytest.mark.parametrize(("name", "ranks"), PLACES)
+def test_a_stage_that_changes_what_the_one_before_has_saved(name, ranks):
+    """As in the unsplit model, autograd refuses it; between ranks each has its own."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(linear(), nn.Sigmoid()), Doubling()]
+    x, target = values(8, 4), values(8, 4)
+    if ranks == 1:
+        with pytest.raises(StepError, match=r"output 0 of Sigmoid.* is at version 1"):
+            run(modules, built(name, ranks), x, target)
+        return
+    copied = nn.Sequential(*modules)
+    functional.mse_loss(modules[1](modules[0](x).clone()), target).backward()
+    expected = [parameter.grad for parameter in copied.parameters()]
+    copied.zero_grad()
+    run(modules, built(name, ranks), x, target)
+    for parameter, gradient in zip(copied.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
 def test_a_stage_that_changes_its_input_in_place_says_so_where_nobody_can_find_out():
     first, last = linear(), nn.Sequential(nn.ReLU(inplace=True), linear())
     schedule = built("1F1B", 2)

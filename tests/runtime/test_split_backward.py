@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
+from penstock.errors import StageError
 from penstock.runtime import leaf as leaf_module
 from penstock.runtime import products, split_backward
 from penstock.runtime.split_backward import SplitBackward, WeightBackward
@@ -1153,3 +1154,24 @@ def test_called_once() -> None:
     before = module.weight.grad.clone()
     weights()
     equal([module.weight.grad], [before], 0)
+
+
+def test_a_left_operand_that_needs_no_gradient() -> None:
+    """Then the node has not saved the right one, whose layout cannot be seen."""
+    left = x_of(5, 3, seed=2).detach()
+    check(Calling(lambda self, x: torch.addmm(x, left, self.w.t()), w=(4, 3)), x_of(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"), [(nn.Linear(4, 3), (5, 4)), (nn.Conv1d(4, 3, 2), (5, 4, 6))], ids=["linear", "convolution"]
+)
+def test_what_gradients_are_made_of_is_not_changed_between_the_halves(module: nn.Module, shape: Any) -> None:
+    module = copy.deepcopy(module).double()
+    x = x_of(*shape)
+    y = module(x)
+    _, weights = splitter().input_backward([get_gradient_edge(y)], [torch.ones_like(y)], [x])
+    with torch.no_grad():
+        x.mul_(100)
+    with pytest.raises(StageError, match=rf"shape \({', '.join(map(str, shape))}\) was changed in place between"):
+        weights()
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -20,7 +20,7 @@ from penstock.pipelining._utils import (
     flatten_args,
     validate_tensors_metadata,
 )
-from penstock.runtime.engine import accumulate, is_shared, taken
+from penstock.runtime.engine import accumulate, own_gradients, taken
 from penstock.runtime.split_backward import SplitBackward
 
 if TYPE_CHECKING:
@@ -339,18 +339,8 @@ class StageCompute(StageEdges):
             self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
 
     def _own_gradients(self) -> None:
-        """Give every parameter that has just got its first gradient one of its own.
-
-        Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in
-        place, and would change both.
-        """
-        if not self._without_gradient:
-            return
-        for parameter in self._without_gradient:
-            gradient = parameter.grad
-            if type(gradient) is torch.Tensor and is_shared(gradient):
-                parameter.grad = gradient.clone()
-        self._without_gradient = [one for one in self._without_gradient if one.grad is None]
+        if self._without_gradient and self._parallel.has_own_gradients:
+            self._without_gradient = own_gradients(self._without_gradient)
 
     def _failure(self, what: str, beginning: Mapping[str, Any], error: Exception) -> RuntimeError:
         told = {name: map_debug_info(value) for name, value in beginning.items()}
@@ -364,6 +354,8 @@ class StageCompute(StageEdges):
         """A step begins: forget the one before."""
         super().clear_runtime_states()
         self._without_gradient = None
+        if self._split is not None:
+            self._split.forget_leaves()
 
     def _forget_failed_step(self) -> None:
         """A step has failed: leave nothing of it that the program could not clear."""

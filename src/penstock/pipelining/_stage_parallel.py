@@ -29,7 +29,8 @@ class Parallel(Protocol):
 
     #: Whether no other replica has the parameters.
     is_alone: bool
-    #: Whether every gradient shall have memory of its own: neither parts of a bucket, nor of a wrapper's making.
+    #: Whether every gradient shall have memory of its own after this backward: not where it is made a part of a bucket,
+    #: nor where the adapter sees to it.
     has_own_gradients: bool
     #: Whether a backward can be cut in two; if not, all of it is done with the gradient of the inputs.
     divisible: bool
@@ -109,7 +110,7 @@ class Replicated:
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
-        self.has_own_gradients = not module.gradient_as_bucket_view
+        self.has_own_gradients = True
 
     def silent(self) -> AbstractContextManager[Any]:
         """Share nothing."""
@@ -119,7 +120,11 @@ class Replicated:
         """Run it; share gradients if it is the last."""
         if last and kind == "full":
             self._module.reducer.prepare_for_backward(list(_find_tensors(outputs)))  # type: ignore[no-untyped-call]
-            return run()
+            self.has_own_gradients = not self._module.gradient_as_bucket_view
+            try:
+                return run()
+            finally:
+                self.has_own_gradients = True
         with self._module.no_sync():
             result = run()
         if last and kind == "weight":

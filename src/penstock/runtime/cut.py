@@ -13,7 +13,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.runtime.graph_form import LEAF, NOWHERE, Form
-from penstock.runtime.leaf import Leaf
 from penstock.runtime.products import rule_for
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ class Cut(NamedTuple):
         keep: nodes that must live until the weights have their gradients: leaves, for the hooks that they may have;
             and points above nodes that are written in Python, which do not live by themselves.
         whole: whether it cannot be cut.
-        known: leaves of the graph that was cut last, by their places, if gradients may be added to them here.
     """
 
     form: Form
@@ -105,7 +103,6 @@ class Cut(NamedTuple):
     points: Points
     keep: list[int]
     whole: bool
-    known: dict[int, Leaf]
 
     @classmethod
     def of(
@@ -144,7 +141,6 @@ class Cut(NamedTuple):
             Points.of(points, below, leaves, complete),
             sorted(leaves.difference(ends)) + above,
             any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
-            {},
         )
         return cut, nodes
 
@@ -160,23 +156,6 @@ class Cut(NamedTuple):
             elif nodes[place].variable is not tensor:  # type: ignore[attr-defined]
                 return None
         return nodes
-
-    def leaf(self, nodes: Sequence[Node], place: int) -> Leaf:
-        """The leaf at a place of a graph.
-
-        It is known from one graph to the next as long as its node has no hooks: these must not outlive the graph.
-        """
-        leaf = self.known.get(place)
-        if leaf is None or leaf.node is not nodes[place]:
-            leaf = self.known[place] = Leaf(nodes[place])
-        if leaf.is_watched:
-            del self.known[place]
-        return leaf
-
-    def forget_watched(self) -> None:
-        """Let go of the leaves whose nodes have hooks by now."""
-        for place in [place for place, leaf in self.known.items() if leaf.is_watched]:
-            del self.known[place]
 
 
 def _points(

@@ -63,7 +63,25 @@ def taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     return [gradient.clone() if gradient is not None and is_shared(gradient) else gradient for gradient in found]
 
 
+def own_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Give every parameter that has just got its first gradient one of its own; returns those that still have none.
+
+    Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in place,
+    and would change both.
+    """
+    left = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            left.append(parameter)
+        elif type(gradient) is torch.Tensor and is_shared(gradient):
+            parameter.grad = gradient.clone()
+    return left
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor uses the same memory."""
+    """Whether another tensor uses the same memory. A sparse one has none that could be asked for."""
+    if tensor.layout is not torch.strided:
+        return False
     # Two know it here: the tensor, and the object by which it is asked.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2

@@ -53,19 +53,14 @@ class Leaf:
 
     def takes(self, gradient: torch.Tensor) -> bool:
         """Whether what is made of a gradient can be added here, and the engine would do the same."""
-        if not self.is_open or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+        if not self.is_open or not is_plain(gradient):
             return False
         tensor = self.tensor
         grad = tensor.grad
         if grad is None:
             kept_as = getattr(tensor, "grad_dtype", tensor.dtype)
             return tensor.dtype is gradient.dtype and kept_as is gradient.dtype and tensor.is_contiguous()
-        return (
-            type(grad) is torch.Tensor
-            and grad.dtype is gradient.dtype
-            and grad.is_contiguous()
-            and not grad.requires_grad
-        )
+        return is_plain(grad) and grad.dtype is gradient.dtype and grad.is_contiguous() and not grad.requires_grad
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add the product of two matrices."""
@@ -98,6 +93,11 @@ def added(leaves: Sequence[Leaf], gradients: Sequence[torch.Tensor | None]) -> l
     if grads:
         torch._foreach_add_(grads, ours)
     return left
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is dense, and of no class of its own."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def _hooks(register: Callable[[Callable[..., None]], Any]) -> dict[int, Any]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     #: The gradient of each parameter of this rank.
     Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
+    #: What parameters are, in memory of its own.
+    Values = dict[torch.nn.Parameter, torch.Tensor]
 
 #: Ways to the gradients that are compared with the unsplit model.
 HALVES: Final = "in halves"
@@ -176,11 +178,12 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
     if pipe._forward_only:
         raise StageError("check_parity compares gradients, and this schedule has no backward")
     parameters = _parameters(pipe.stages)
-    values = {one: (one._version, one.detach().clone()) for one in parameters}
+    values: Values = {}
     with pipe._telling, torch.enable_grad(), _untouched(pipe, parameters, values) as begin:
         batch = pipe._batches.of_step(copied(args), copied(kwargs), target, varying=True)
         # So that shapes are known, and no stage is run for them below.
         pipe._programs.training(batch, pipe._customized)
+        values |= {one: one.detach().clone() for one in parameters}  # now that lazy ones have theirs
         plain = _Plain(pipe, batch, parameters)
         begin()
         expected, halves, losses = plain.run(split=True)
@@ -284,6 +287,7 @@ class _Plain:
         before = {one: one.grad for one in self._parameters}
         for one in self._parameters:
             one.grad = self._halves[one]
+        visit.stage.begin()  # with other gradients
         with self._replay.once_more(visit):
             found, weight_backward = visit.stage.input_backward(visit.run(), gradients)
             weight_backward()
@@ -470,25 +474,36 @@ def _after(*_: object) -> None:
     drawing.release()
 
 
-def _put_back(
-    parameters: Mapping[torch.nn.Parameter, _Owned], values: Mapping[torch.nn.Parameter, tuple[int, torch.Tensor]]
-) -> str:
+def _put_back(parameters: Mapping[torch.nn.Parameter, _Owned], values: Values) -> str:
     """Give parameters the values that they had; returns which of them had another, if one had."""
     changed = ""
     for parameter, owned in parameters.items():
-        version, value = values[parameter]
-        if parameter._version != version and not torch.equal(parameter, value):
+        value = values.get(parameter)
+        if value is not None and not _is_same(parameter, value):
             changed = changed or f"the parameter {owned.name} of stage {owned.stage}"
             with torch.no_grad():
                 parameter.copy_(value)
     return changed
 
 
+def _is_same(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors are the same, number by number; NaN is NaN. A change of ``.data`` has no version.
+
+    Of what is sharded, the part of this rank is compared. Sparse ones cannot be.
+    """
+    if parameter.layout is not torch.strided:
+        return True
+    with torch.no_grad():
+        one, other = (each.to_local() if hasattr(each, "to_local") else each for each in (parameter, value))
+        same: torch.Tensor = (one == other) | (one.isnan() & other.isnan())
+        return bool(same.all())
+
+
 @contextmanager
 def _untouched(
     pipe: Pipeline,
     parameters: Mapping[torch.nn.Parameter, _Owned],
-    values: Mapping[torch.nn.Parameter, tuple[int, torch.Tensor]],
+    values: Values,
 ) -> Iterator[Callable[[], None]]:
     """Leave all as it is: parameters, gradients, buffers, random numbers. Gives what brings back the beginning.
 

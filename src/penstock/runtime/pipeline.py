@@ -243,9 +243,10 @@ class Pipeline:
         """Compare this pipeline with the unsplit model, for one batch. All ranks call it, as they call ``step``.
 
         Each rank runs its stages without a schedule and with whole backwards, then with backwards in two halves, then
-        ``step``. Random numbers are replayed; gradients, buffers and the random state are left as they were. Hooks of
-        parameters do run. All of these count a microbatch's loss as ``loss_reduction`` says; so ``loss_fn`` is also
-        called for the merged outputs and the whole target, and must give what the microbatches' losses make together.
+        ``step``. Random numbers are replayed; parameters, of which a copy is made, gradients, buffers and the random
+        state are left as they were. Hooks of parameters do run. All of these count a microbatch's loss as
+        ``loss_reduction`` says; so ``loss_fn`` is also called for the merged outputs and the whole target, and must
+        give what the microbatches' losses make together.
         Where that cannot be done, the report says that the reduction was not checked, and why.
 
         Returns:
@@ -253,7 +254,8 @@ class Pipeline:
 
         Raises:
             StageError: if they differ by more than rounding, or the losses of the microbatches do not make that of the
-                whole batch; on every rank. It names the parameters and their modules.
+                whole batch, or a hook has changed a parameter; on every rank. It names the parameters and their
+                modules.
         """
         return check_parity(self, args, kwargs, target)
 

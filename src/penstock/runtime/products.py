@@ -55,6 +55,7 @@ def rule_for(node: Any, wanted: Sequence[int], *, alone: bool) -> Rule | None:
 
 
 _data: Final = attrgetter("data")
+_detached: Final = torch.Tensor.detach
 _unpack_hook: Final = attrgetter("unpack_hook")
 _layout: Final = attrgetter("layout")
 _dtype: Final = attrgetter("dtype")
@@ -73,7 +74,8 @@ def _saved(name: str, *factors: str) -> Operands:
     """The operand that nodes have saved under a name. Factors must be 1.
 
     None if it is to be had by a hook only, which the node has to call; or if it is sparse, which has rules of its own.
-    Whether it has been changed since it was saved is not asked here: the engine asks when it comes by the node.
+    Whether it has been changed since it was saved is not asked here: the engine asks when it comes by the node, and
+    whoever uses it later can see by its version.
     """
     saved = attrgetter(f"_raw_saved_{name}")
     of_each = [attrgetter(f"_saved_{factor}") for factor in factors]
@@ -85,7 +87,7 @@ def _saved(name: str, *factors: str) -> Operands:
         values = list(map(_data, found))
         if not _STRIDED.issuperset(map(_layout, values)):
             return None
-        detached: list[torch.Tensor] = list(map(_data, values))
+        detached: list[torch.Tensor] = list(map(_detached, values))
         if not _COMPLEX.isdisjoint(map(_dtype, detached)):
             return [one.conj() for one in detached]
         return detached
@@ -110,6 +112,8 @@ def _beside_unseen(find: Operands) -> Operands:
         if found is None:  # also where tensors are saved elsewhere, and had to be fetched to be looked at
             return None
         rights = list(map(_right, nodes))  # the tensors themselves, with their hooks
+        if any(right is None for right in rights):  # not saved, since the left one needs no gradient
+            return None
         if not _STRIDED.issuperset(map(_layout, rights)) or any(map(_hooks, rights)) or any(map(_retains, rights)):
             return None
         return found

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
+from penstock.errors import StageError
 from penstock.runtime.cut import Cut
 from penstock.runtime.engine import accumulate, gradients_at, taken, without_autocast
-from penstock.runtime.leaf import added
+from penstock.runtime.leaf import Leaf, added, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-    from penstock.runtime.leaf import Leaf
     from penstock.runtime.products import Add, Make
 
     Gradients = Sequence[torch.Tensor | None]
@@ -53,6 +53,7 @@ _ENOUGH: Final = 1 << 20
 _REMEMBERED: Final = 8
 _NOTHING: Final = nullcontext()
 _needs_gradient: Final = attrgetter("requires_grad")
+_version: Final = attrgetter("_version")
 
 
 class SplitBackward:
@@ -79,11 +80,13 @@ class SplitBackward:
             [1., 1.]])
     """
 
-    __slots__ = ("_carrier", "_cuts", "alone")
+    __slots__ = ("_carrier", "_cuts", "_known", "_last", "alone")
 
     def __init__(self, *, alone: bool = False) -> None:
         self.alone = alone
         self._cuts: list[Cut] = []
+        self._last: Cut | None = None  # the cut of the graph before
+        self._known: dict[int, Leaf] = {}  # its leaves, by their places
         self._carrier = torch.empty(0)  # of hooks, on their way to a node
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,13 +95,12 @@ class SplitBackward:
 
     def before_whole_backward(self) -> None:
         """A backward is about to run that is not split. Hooks that its forward has set do not outlive its graph."""
-        for cut in self._cuts:
-            cut.forget_watched()
+        for place in [place for place, leaf in self._known.items() if leaf.is_watched]:
+            del self._known[place]
 
     def forget_leaves(self) -> None:
         """A step is over: nodes of leaves are not kept alive any longer."""
-        for cut in self._cuts:
-            cut.known.clear()
+        self._known.clear()
 
     def input_backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -118,6 +120,7 @@ class SplitBackward:
             return [], WeightBackward(roots, gradients)
         split = self._split([root.node for root in roots], inputs)
         if split is None:
+            self.before_whole_backward()
             return _in_one_piece(roots, gradients, inputs), WeightBackward()
         now = [root.node in split.now for root in roots]
         split.now.clear()  # all else of the split lives until W
@@ -142,14 +145,77 @@ class SplitBackward:
                 split = self._applied(cut, nodes)
                 if split is not None:
                     return split
-        self.forget_leaves()  # those of another graph may be in use no more
         cut, nodes = Cut.of(beginnings, inputs, alone=self.alone)
         # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
         self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points.places))
         return None if cut.whole else self._applied(cut, nodes)
 
     def _applied(self, cut: Cut, nodes: Sequence[Any]) -> _Split | None:
-        return _applied(cut, nodes, self._carrier, alone=self.alone)
+        """The cut of one microbatch's graph; None if something about its nodes forbids it."""
+        points = cut.points
+        at = [nodes[place] for place in points.places]
+        targets: list[Any] = [
+            _edge(at, *target) if isinstance(target, tuple) else nodes[target].variable for target in points.targets
+        ]
+        if any(targets[number].dim() != 1 for number in points.vectors):
+            return None
+        operands: list[Any] = [None] * len(at)
+        for find, numbers in points.groups:
+            found = find([at[number] for number in numbers])
+            if found is None:
+                return None
+            for number, operand in zip(numbers, found, strict=True):
+                operands[number] = operand
+        adds, known = self._leaves(cut, nodes)
+        watched = _tensors(operands)
+        return _Split(
+            [nodes[place] for place in cut.now],
+            [nodes[place].variable for place in cut.leaves],
+            known,
+            list(
+                zip(
+                    _handed_over(at, self._carrier),
+                    points.makes,
+                    operands,
+                    points.ends,
+                    points.complete,
+                    adds,
+                    strict=True,
+                )
+            ),
+            targets,
+            [nodes[place] for place in cut.keep],
+            watched,
+            list(map(_version, watched)),
+        )
+
+    def _leaves(self, cut: Cut, nodes: Sequence[Any]) -> tuple[list[tuple[Add, list[Leaf]] | None], list[Leaf]]:
+        """What adds the gradients of each point to which leaves, and the leaves that get one in I.
+
+        Nothing where that is left to the engine, also if it shall find anomalies.
+        """
+        adds = cut.points.adds
+        if not self.alone or torch.is_anomaly_enabled():
+            return [None] * len(adds), []
+        if cut is not self._last:  # leaves of another graph may be in use no more
+            self.forget_leaves()
+            self._last = cut
+        return (
+            [one and (one[0], [self._leaf(nodes, place) for place in one[1]]) for one in adds],
+            [self._leaf(nodes, place) for place in cut.leaves],
+        )
+
+    def _leaf(self, nodes: Sequence[Any], place: int) -> Leaf:
+        """The leaf at a place of a graph.
+
+        It is known from one graph to the next as long as its node has no hooks: these must not outlive the graph.
+        """
+        leaf = self._known.get(place)
+        if leaf is None or leaf.node is not nodes[place]:
+            leaf = self._known[place] = Leaf(nodes[place])
+        if leaf.is_watched:
+            del self._known[place]
+        return leaf
 
 
 class WeightBackward:
@@ -184,6 +250,7 @@ class WeightBackward:
         roots: list[Root] = [_Edge(*root) for root in self._roots]
         gradients, split = list(self._gradients), self._split
         if split is not None:
+            _check_unchanged(split.operands, split.versions)
             found = added(split.known, self._found) if split.known else self._found
             there = [gradient is not None for gradient in found]
             roots += split.leaves if all(there) else list(compress(split.leaves, there))
@@ -198,7 +265,7 @@ class WeightBackward:
 def _multiplied(
     split: _Split, roots: list[Root], gradients: list[torch.Tensor]
 ) -> tuple[list[Root], list[torch.Tensor]]:
-    """Make the gradients of products; those that have not been added to ``.grad`` on the way are returned."""
+    """Make the gradients of products, and add some to ``.grad`` on the way; the others are returned, and for what."""
     targets = split.targets
     taken_to = size = end = 0  # how many of the targets are among the roots, or have been
     for output, make, operand, until, complete, adding in split.products:
@@ -219,7 +286,7 @@ def _multiplied(
 
 def _is_added(adding: tuple[Add, list[Leaf]] | None, gradient: torch.Tensor, operand: Any) -> bool:
     """Whether the gradients of a product could be added to their leaves as they are made. They are, then."""
-    if adding is None:
+    if adding is None or not is_plain(operand):
         return False
     add, leaves = adding
     for leaf in leaves:
@@ -254,6 +321,8 @@ class _Split(NamedTuple):
         products: where W makes gradients.
         targets: what these gradients are for.
         keep: what must live until W.
+        operands: tensors of which W makes gradients.
+        versions: theirs in I.
     """
 
     now: list[Node]
@@ -262,38 +331,29 @@ class _Split(NamedTuple):
     products: list[Product]
     targets: list[Root]
     keep: list[Node]
+    operands: list[torch.Tensor]
+    versions: list[int]
 
 
-def _applied(cut: Cut, nodes: Sequence[Any], carrier: torch.Tensor, *, alone: bool) -> _Split | None:
-    """The cut of one microbatch's graph; None if something about its nodes forbids it.
+def _tensors(operands: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of which gradients are made; the operand of a convolution has two, and settings."""
+    found: list[torch.Tensor] = []
+    for operand in operands:
+        if isinstance(operand, tuple):
+            found += operand[:2]
+        else:
+            found.append(operand)
+    return found
 
-    `alone` is whether gradients may be added to leaves here.
-    """
-    points = cut.points
-    at = [nodes[place] for place in points.places]
-    targets: list[Any] = [
-        _edge(at, *target) if isinstance(target, tuple) else nodes[target].variable for target in points.targets
-    ]
-    if any(targets[number].dim() != 1 for number in points.vectors):
-        return None
-    operands: list[Any] = [None] * len(at)
-    for find, numbers in points.groups:
-        found = find([at[number] for number in numbers])
-        if found is None:
-            return None
-        for number, operand in zip(numbers, found, strict=True):
-            operands[number] = operand
-    outputs = _handed_over(at, carrier)
-    adds: list[tuple[Add, list[Leaf]] | None] = [None] * len(at)
-    if alone:
-        adds = [one and (one[0], [cut.leaf(nodes, place) for place in one[1]]) for one in points.adds]
-    return _Split(
-        [nodes[place] for place in cut.now],
-        [nodes[place].variable for place in cut.leaves],
-        [cut.leaf(nodes, place) for place in cut.leaves] if alone else [],
-        list(zip(outputs, points.makes, operands, points.ends, points.complete, adds, strict=True)),
-        targets,
-        [nodes[place] for place in cut.keep],
+
+def _check_unchanged(operands: Sequence[torch.Tensor], versions: list[int]) -> None:
+    """Raise if a tensor was changed in place since I, as autograd does for what a node has saved."""
+    if list(map(_version, operands)) == versions:
+        return
+    now = next(one for one, version in zip(operands, versions, strict=True) if one._version != version)
+    raise StageError(
+        f"a tensor of shape {tuple(now.shape)} was changed in place between the two halves of a backward, and the "
+        "gradient of a weight is made of it; change a copy of it, or change it after W"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from penstock.errors import StageError
 from penstock.graph.heap import keep_all_freed_memory
 from penstock.runtime.data_parallel import adapter_for
-from penstock.runtime.engine import accumulate, edge_of, is_shared, taken
+from penstock.runtime.engine import accumulate, edge_of, own_gradients, taken
 from penstock.runtime.split_backward import SplitBackward
 from penstock.runtime.trees import map_tensors
 
@@ -100,16 +100,8 @@ class Stage:
             self._own_gradients()
 
     def _own_gradients(self) -> None:
-        """Give every parameter that has just got its first gradient one of its own.
-
-        Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in
-        place, and would change both.
-        """
-        for parameter in self._without_gradient:
-            if parameter.grad is not None and is_shared(parameter.grad):
-                parameter.grad = parameter.grad.clone()
         if self._without_gradient:
-            self._without_gradient = [one for one in self._without_gradient if one.grad is None]
+            self._without_gradient = own_gradients(self._without_gradient)
         if self.parallel is not None:
             self.parallel.own_gradients()
 
@@ -174,12 +166,15 @@ def _needs_gradients(value: Any) -> bool:
 
 
 class _Fresh(torch.autograd.Function):
-    """A leaf's value as the result of an operation. In-place operations on a leaf, or a view of it, are refused."""
+    """A leaf's value as the result of an operation. In-place operations on a leaf, or a view of it, are refused.
+
+    Changes are counted for the leaf, too: autograd refuses them if the stage before, on this rank, has saved it.
+    """
 
     @staticmethod
     def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
         """The same memory, not a view."""
-        return leaf.data
+        return leaf.detach()
 
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
