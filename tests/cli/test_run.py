@@ -385,3 +385,24 @@ def test_the_script_of_the_readme_runs_under_both(tmp_path):
     theirs = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
     assert theirs.returncode == 0, theirs.stderr
     assert [float(line.split()[-1]) for line in theirs.stdout.splitlines()] == pytest.approx(losses, abs=2e-3)
+
+
+def test_a_rank_that_ends_before_it_has_a_pipeline(script):
+    """It hosts the store, where the others wait for it."""
+    result = penstock(
+        "run",
+        "--ranks",
+        "2",
+        script("""
+import torch, torch.distributed as dist
+import penstock as ps
+from penstock.runtime import Pipeline
+dist.init_process_group("gloo")
+if rank == 0:
+    time.sleep(1)
+    os._exit(0)
+Pipeline({1: torch.nn.Linear(4, 4)}, ps.build("1F1B", ranks=2, microbatches=2), loss_fn=torch.nn.functional.mse_loss)
+"""),
+    )
+    assert result.returncode == 1
+    assert "TransportError: rank 1 has lost the store while it waited for the other ranks" in result.stderr

@@ -8,6 +8,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import MicrobatchError, StageError, StepError
 from penstock.runtime import Pipeline, Stage, run_in_threads
+from penstock.runtime.transport.threads import thread_transports
 
 PLACES = [("LoopedBFS", 1), ("GPipe", 2), ("1F1B", 2), ("ZB-H1", 2)]
 
@@ -327,6 +328,29 @@ def test_a_loss_that_does_not_need_a_target_gets_none():
 def test_a_target_that_is_forgotten_is_named():
     with pytest.raises(StepError, match=r"called without a target: pass target= on the rank of the last stage"):
         run([linear(), linear()], built("1F1B", 2), values(8, 4), None)
+    with pytest.raises(
+        (StageError, StepError), match=r"called without a target: pass target= on the rank of the last stage"
+    ):
+        run([linear(), linear()], built("1F1B", 2), values(8, 4), None, call="check_parity")
+
+
+class Named(nn.Module):
+    """Has an argument of a name that a Pipeline has, too."""
+
+    def forward(self, x, loss_weight):
+        return x * loss_weight
+
+
+def test_an_argument_of_the_constructor_is_not_given_to_stages():
+    (transport,) = thread_transports(1)
+    pipe = Pipeline({0: linear()}, built("1F1B", 1), loss_fn=functional.mse_loss, transport=transport)
+    with pytest.raises(StageError, match=r"share_losses is an argument of Pipeline\(\.\.\.\), not of step"):
+        pipe.step(values(8, 4), target=values(8, 4), share_losses=True)
+    pipe.close()
+    (transport,) = thread_transports(1)
+    with Pipeline({0: Named()}, built("1F1B", 1), loss_fn=functional.mse_loss, transport=transport) as pipe:
+        x = values(8, 4).requires_grad_()
+        torch.testing.assert_close(pipe.step(x, target=values(8, 4), loss_weight=2.0), 2 * x)
 
 
 class Growing(nn.Module):

@@ -111,7 +111,7 @@ class Workplace:
                 return ()
             if step.samples:
                 step.check_samples(microbatch)
-            loss = _loss(loss_fn, output, step.targets[microbatch])
+            loss = loss_of(loss_fn, output, step.targets[microbatch])
             roots = stage.loss_root(loss, output)
             step.losses[microbatch] = loss = loss.detach()
             if roots:
@@ -183,7 +183,8 @@ class Workplace:
         return None if parallel is None else lambda _: parallel.reduce()
 
 
-def _loss(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+def loss_of(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    """The loss of a microbatch; a target that is missing is named."""
     try:
         return loss_fn(output, target)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -49,6 +50,19 @@ if TYPE_CHECKING:
 #: In seconds: more often than this, the beginning of a step does not ask whether another rank has failed; in the step
 #: it is noticed all the same.
 _ASKED_EVERY: Final = 0.05
+#: Arguments of a Pipeline whose names say that they are not for a stage.
+_OF_CONSTRUCTOR: Final = frozenset(
+    {
+        "loss_fn",
+        "loss_reduction",
+        "loss_weight",
+        "share_losses",
+        "args_spec",
+        "kwargs_spec",
+        "target_spec",
+        "output_spec",
+    }
+)
 
 
 class Pipeline:
@@ -178,6 +192,7 @@ class Pipeline:
         """
         self._check_usable()
         with self._telling, torch.enable_grad(), self._around(training=True):
+            self._check_keywords(kwargs)
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             varying = self._programs.edges is None or self._shapes == PER_MICROBATCH
@@ -309,6 +324,12 @@ class Pipeline:
         except BaseException as error:
             self.transport.fail(self.transport.explain(error) or failure_of(error, self.rank, None))
             raise
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        """Arguments of the constructor are not meant for the stages, unless one of them has such an argument."""
+        for name in _OF_CONSTRUCTOR.intersection(kwargs):
+            if not any(name in signature(stage.module.forward).parameters for stage in self._stages.values()):
+                raise StageError(f"{name} is an argument of Pipeline(...), not of step(): give it when you make one")
 
     def _model(self) -> CommModel:
         """How communication behaves for the verifier."""

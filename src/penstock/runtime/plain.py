@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock.runtime.edges import arguments, present, roots_of
 from penstock.runtime.encoding import decode, encode
 from penstock.runtime.metadata import flatten, wire
+from penstock.runtime.operations import loss_of
 from penstock.runtime.step import Flight
 from penstock.runtime.untouched import copied
 
@@ -117,7 +118,8 @@ class PlainRun:
                 return output, Flight(roots_of(flatten(output)[0]), inputs)
             if len(self.outputs) == microbatch:  # and not one that is run once more
                 self.outputs.append(copied(output))
-            loss = self._loss_fn(output, target)  # type: ignore[misc]
+            assert self._loss_fn is not None
+            loss = loss_of(self._loss_fn, output, target)
             return loss, Flight(stage.loss_root(loss, output), inputs)
 
         output, flight = call(begin, copied(kwargs))

@@ -81,10 +81,11 @@ class DistributedTransport:
         self._asked_at = -math.inf
         self._lock = threading.Lock()
         self._connecting = self._closed = False
-        store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
-        self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
-        self._board = Board(own_connection(store), self.rank, self.ranks)
-        self._meet(backend)
+        with _waiting_for_all(self.rank):
+            store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
+            self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
+            self._board = Board(own_connection(store), self.rank, self.ranks)
+            self._meet(backend)
         self._group = self._connected(parent, PrefixStore("group", store), backend)
         self._board.tell_alive()
         self.model = self._group.model
@@ -391,3 +392,15 @@ def _end(watch: Watch, board: Board, group: OwnGroup) -> None:
     board.stay()
     board.close()
     group.destroy()
+
+
+@contextmanager
+def _waiting_for_all(rank: int) -> Iterator[None]:
+    """Ranks come one by one. The one with the store may never come."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise TransportError(
+            f"rank {rank} has lost the store while it waited for the other ranks to make their Pipeline: the process "
+            f"that hosts it, as a rule rank 0, has ended before; see what it says itself ({_reason(error)})"
+        ) from error

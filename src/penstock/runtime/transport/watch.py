@@ -23,6 +23,8 @@ _INTERVAL: Final = 0.25
 _TELL_EVERY: Final = 4
 #: Where a rank is that waits for the word of another, outside a step.
 AGREEMENT: Final = "an agreement"
+#: What is proved to run goes round only if ranks do different things, or without a proof.
+_SAME_CALLS: Final = "each rank must make the same calls, step, eval, check_parity and so on, in the same order"
 #: Whoever has been in an operation that may have to wait for so many seconds does wait.
 _SURELY: Final = 1.0
 
@@ -120,7 +122,7 @@ def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
             return chain(links, f"rank {peer}, {_told(place)}")
         links.append((peer, place.label))
         peer = place.peer
-    return chain(links, f"rank {peer}")
+    return f"{chain(links, f'rank {peer}')}: {_SAME_CALLS}"
 
 
 def _told(place: Place | None) -> str:
