@@ -17,6 +17,9 @@ from runtime_parts.splitting import Halves
 if TYPE_CHECKING:
     from torch import nn
 
+#: Of a step.
+MICROBATCHES = 8
+
 
 class StageHalves:
     """The stage in the middle of three, which gets its input and its gradient from this rank."""
@@ -24,6 +27,7 @@ class StageHalves:
     def __init__(self, kind: Any, mode: Any, *, whole: bool = False) -> None:
         self.kind, self.mode, self.whole = kind, mode, whole
         self.module: nn.Module | None = None
+        self.microbatch = 0
 
     def prepare(self, module: nn.Module, x: torch.Tensor) -> Any:
         """A stage of this module that knows its shapes, made once."""
@@ -31,25 +35,27 @@ class StageHalves:
             sample = x.detach().requires_grad_()
             stage = self.kind(module, 1, 3, torch.device("cpu"), input_args=sample, output_args=module(sample))
             stage.has_backward, stage._inference_mode = True, self.mode.STATIC
-            stage._prepare_forward_infra(1, None, has_backward=True)
-            stage._prepare_backward_infra(1)
-            self.module, self.stage = module, stage
+            stage._prepare_forward_infra(MICROBATCHES, None, has_backward=True)
+            stage._prepare_backward_infra(MICROBATCHES)
+            self.module, self.stage, self.microbatch = module, stage, 0
         return self.stage
 
     def __call__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
         """Of a microbatch."""
-        stage = self.prepare(module, x)
-        stage.clear_runtime_states()
-        stage.set_local_fwd_input(x, 0)
+        stage, microbatch = self.prepare(module, x), self.microbatch
+        if microbatch == 0:
+            stage.clear_runtime_states()  # a step begins
+        self.microbatch = (microbatch + 1) % MICROBATCHES
+        stage.set_local_fwd_input(x, microbatch)
         begin = thread_time()
-        stage.forward_one_chunk(0, ())
+        stage.forward_one_chunk(microbatch, ())
         forwarded = thread_time()
-        stage.set_local_bwd_input((gradient,), 0)
-        stage.backward_one_chunk(0, full_backward=self.whole)
-        stage.get_local_bwd_output(0)
+        stage.set_local_bwd_input((gradient,), microbatch)
+        stage.backward_one_chunk(microbatch, full_backward=self.whole)
+        stage.get_local_bwd_output(microbatch)
         halfway = thread_time()
         if not self.whole:
-            stage.backward_weight_one_chunk(0)
+            stage.backward_weight_one_chunk(microbatch)
         return Halves(forwarded - begin, halfway - forwarded, thread_time() - halfway)
 
 
