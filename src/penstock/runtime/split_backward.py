@@ -167,22 +167,12 @@ class SplitBackward:
             for number, operand in zip(numbers, found, strict=True):
                 operands[number] = operand
         adds, known = self._leaves(cut, nodes)
-        watched = _tensors(operands)
+        outputs, watched = _handed_over(at, self._carrier), _tensors(operands)
         return _Split(
             [nodes[place] for place in cut.now],
             [nodes[place].variable for place in cut.leaves],
             known,
-            list(
-                zip(
-                    _handed_over(at, self._carrier),
-                    points.makes,
-                    operands,
-                    points.ends,
-                    points.complete,
-                    adds,
-                    strict=True,
-                )
-            ),
+            list(zip(outputs, points.makes, operands, points.ends, points.complete, adds, strict=True)),
             targets,
             [nodes[place] for place in cut.keep],
             watched,
