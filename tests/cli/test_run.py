@@ -149,6 +149,11 @@ def test_all_that_failed_are_named_and_the_exit_code_is_the_most_telling(script)
             134,
             "ranks 2 and 3 were ended by SIGABRT, rank 0 failed with exit code 137, rank 1 with exit code 1",
         ),
+        (
+            Outcome((Failure(1, 1),), ended=(0, 2)),
+            1,
+            "rank 1 failed with exit code 1; ranks 0 and 2 were ended after that",
+        ),
     ],
 )
 def test_what_is_told(outcome, code, told):
@@ -167,7 +172,7 @@ def test_the_others_are_ended_when_one_has_failed(script):
     begun = time.monotonic()
     result = penstock("run", "-r", "2", script("sys.exit('no more') if rank else time.sleep(300)"))
     assert result.returncode == 1
-    assert result.stderr == "rank 1: no more\npenstock: rank 1 failed with exit code 1\n"
+    assert result.stderr == "rank 1: no more\npenstock: rank 1 failed with exit code 1; rank 0 was ended after that\n"
     assert time.monotonic() - begun < 20
 
 
@@ -212,12 +217,13 @@ except KeyboardInterrupt:
     print("saved", flush=True)
 """
     command = [PENSTOCK, "run", "-r", "2", script(text)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         for _ in range(2):
             started.stdout.readline()
         started.send_signal(signal.SIGINT)
         assert sorted(started.stdout.read().splitlines()) == ["rank 0: saved", "rank 1: saved"]
         assert started.wait(10) == 130
+        assert started.stderr.read() == "penstock: interrupted; every process has ended\n"
 
 
 def test_no_line_is_lost_or_told_twice_at_an_interrupt(script):

@@ -254,7 +254,7 @@ def test_a_rank_that_is_killed_while_shapes_are_agreed_is_named_by_all():
     assert first == Ended(0, -signal.SIGKILL)
     for told in others:
         assert "killed" in told
-        assert re.search(r"waits in an agreement for rank 0, which", told), told
+        assert re.search(r"waits in step\(\) for rank 0, which", told), told
 
 
 def dies_while_ranks_connect(rank, ranks, *, group):
@@ -350,6 +350,32 @@ def test_a_rank_that_is_late_for_a_step(workers):
     first, *others = workers.run(one_is_late, ranks=2)
     assert first.startswith("the pipeline has failed and must be rebuilt; what happened: rank 1 waits in")
     assert all("waits in 1RECV_F0 for rank 0, which is between two steps" in message for message in others)
+
+
+def one_leaves_early(rank, ranks, calls, *, group):
+    """One rank closes its pipeline after two steps; the other goes on with the given calls."""
+    schedule = ps.build("1F1B", ranks=ranks, microbatches=MICROBATCHES)
+    errors = []
+    for going_on in calls:
+        with Pipeline({rank: Faulty(rank)}, schedule, loss_fn=mse, group=group, timeout=60.0) as pipe:
+            call(pipe)
+            call(pipe)
+            if rank == 0:
+                errors.append(error_of(lambda pipe=pipe, going_on=going_on: going_on(pipe)))
+    return errors
+
+
+def clip(pipe):
+    pipe.clip_grad_norm_(1.0)
+
+
+def test_a_rank_that_has_closed_its_pipeline_is_named(workers):
+    errors, _ = workers.run(one_leaves_early, [call, clip], ranks=2)
+    for error, place in zip(errors, [r"0\w+", r"clip_grad_norm_\(\)"], strict=True):
+        assert isinstance(error, StepError)
+        left = "which has closed its pipeline after 2 steps: each rank must take as many"
+        assert re.search(f"rank 0 waits in {place} for rank 1, {left}", str(error)), str(error)
+        assert error.seconds < SOON
 
 
 # Values that are not what was agreed ----------------------------------------------------------------------------------

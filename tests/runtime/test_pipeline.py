@@ -635,6 +635,11 @@ def test_missing_arguments_are_told_to_every_rank():
     all_told(mistaken("1F1B", 2, call=lambda pipe: step(pipe, *x_and_y(3))), "cannot be split into 4 microbatches")
 
 
+def test_a_target_that_is_given_by_its_position():
+    told = r"takes 2 positional arguments but 3 were given; a target is given by its name: step(x, target=y)"
+    all_told(mistaken("1F1B", 2, call=lambda pipe: pipe.step(*x_and_y())), told)
+
+
 def test_after_a_failure_every_call_says_so():
     def call(pipe):
         try:
@@ -650,7 +655,7 @@ def test_other_shapes_than_agreed():
         step(pipe, *x_and_y(8))
         step(pipe, *x_and_y(12))
 
-    all_told(mistaken("1F1B", 2, call=call), "other shapes than in the first step")
+    all_told(mistaken("1F1B", 2, call=call), "of another size than the first one was")
     assert mistaken("1F1B", 2, call=call, shapes="per_microbatch") == [None, None]
 
 

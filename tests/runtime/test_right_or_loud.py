@@ -342,11 +342,12 @@ class Named(nn.Module):
 
 
 def test_an_argument_of_the_constructor_is_not_given_to_stages():
-    (transport,) = thread_transports(1)
-    pipe = Pipeline({0: linear()}, built("1F1B", 1), loss_fn=functional.mse_loss, transport=transport)
-    with pytest.raises(StageError, match=r"share_losses is an argument of Pipeline\(\.\.\.\), not of step"):
-        pipe.step(values(8, 4), target=values(8, 4), share_losses=True)
-    pipe.close()
+    for name in ("step", "eval"):
+        (transport,) = thread_transports(1)
+        pipe = Pipeline({0: linear()}, built("1F1B", 1), loss_fn=functional.mse_loss, transport=transport)
+        with pytest.raises(StageError, match=rf"share_losses is an argument of Pipeline\(\.\.\.\), not of {name}"):
+            getattr(pipe, name)(values(8, 4), target=values(8, 4), share_losses=True)
+        pipe.close()
     (transport,) = thread_transports(1)
     with Pipeline({0: Named()}, built("1F1B", 1), loss_fn=functional.mse_loss, transport=transport) as pipe:
         x = values(8, 4).requires_grad_()

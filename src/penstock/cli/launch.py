@@ -75,10 +75,12 @@ class Outcome(NamedTuple):
     Attributes:
         failures: of the ranks: killed ones, then exit codes other than 1, then 1; of the same kind as they ended.
         timed_out: whether it took too long.
+        ended: the ranks that were ended from here.
     """
 
     failures: tuple[Failure, ...] = ()
     timed_out: bool = False
+    ended: tuple[int, ...] = ()
 
     @property
     def code(self) -> int:
@@ -92,18 +94,28 @@ class Outcome(NamedTuple):
         """In a few words; nothing if all went well."""
         if self.timed_out and not self.failures:
             return "it took longer than --timeout allows; every process was ended"
-        ranks: dict[int, list[str]] = {}
+        ranks: dict[int, list[int]] = {}
         for rank, status in self.failures:
-            ranks.setdefault(status, []).append(str(rank))
+            ranks.setdefault(status, []).append(rank)
         told, before = [], 0
-        for status, names in ranks.items():
-            who = f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
+        for status, numbers in ranks.items():
             if status < 0:
-                told.append(f"{who} {'was' if len(names) == 1 else 'were'} ended by {_signal_name(-status)}")
+                told.append(f"{_were(numbers)} ended by {_signal_name(-status)}")
             else:
-                told.append(f"{who} {'' if before > 0 else 'failed '}with exit code {status}")
+                told.append(f"{_named(numbers)} {'' if before > 0 else 'failed '}with exit code {status}")
             before = status
-        return ", ".join(told)
+        rest = f"; {_were(self.ended)} ended after that" if told and self.ended else ""
+        return ", ".join(told) + rest
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Some ranks in words."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def _were(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} {'was' if len(ranks) == 1 else 'were'}"
 
 
 def _signal_name(number: int) -> str:
@@ -290,6 +302,8 @@ class _Job:
         self._timed_out = False
         #: Whether a signal was sent from here: from then on, to end is no failure.
         self._ended = False
+        #: The ranks that it was sent to.
+        self._ended_ranks: set[int] = set()
         #: What to send when.
         self._orders: deque[tuple[float, signal.Signals]] = deque()
         self._deadline = None if timeout is None else time.monotonic() + timeout
@@ -321,7 +335,8 @@ class _Job:
             self._turn()
             if not self._running and rest is None:
                 rest = time.monotonic() + _REST
-        return Outcome(tuple(sorted(self._failures, key=lambda failure: failure.weight)), self._timed_out)
+        failures = sorted(self._failures, key=lambda failure: failure.weight)
+        return Outcome(tuple(failures), self._timed_out, tuple(sorted(self._ended_ranks)))
 
     def kill(self) -> None:
         """Whatever still runs."""
@@ -385,6 +400,7 @@ class _Job:
         while self._orders and time.monotonic() >= self._orders[0][0]:
             _, number = self._orders.popleft()
             self._ended = True
+            self._ended_ranks |= self._running
             for rank in self._running:
                 _send(self._processes[rank], number)
 

@@ -73,7 +73,12 @@ def run(
     for warning in _misplaced(context, arguments or []):
         typer.echo(f"penstock: {warning}", err=True)
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
-    outcome = launch(command, ranks, hear=_writer(prefix=not no_prefix) if ranks > 1 else None, timeout=timeout)
+    hear = _writer(prefix=not no_prefix) if ranks > 1 else None
+    try:
+        outcome = launch(command, ranks, hear=hear, timeout=timeout)
+    except KeyboardInterrupt:
+        typer.echo("penstock: interrupted; every process has ended", err=True)
+        raise
     if outcome.told:
         typer.echo(f"penstock: {outcome.told}", err=True)
     raise typer.Exit(outcome.code)

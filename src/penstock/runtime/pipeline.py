@@ -190,9 +190,9 @@ class Pipeline:
         Returns:
             The merged output on the rank of the last stage, None on the others.
         """
-        self._check_usable()
+        self._enter("step()")
         with self._telling, torch.enable_grad(), self._around(training=True):
-            self._check_keywords(kwargs)
+            self._check_keywords("step()", kwargs)
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
             varying = self._programs.edges is None or self._shapes == PER_MICROBATCH
@@ -233,8 +233,9 @@ class Pipeline:
         Returns:
             The merged output on the rank of the last stage, None on the others.
         """
-        self._check_usable()
+        self._enter("eval()")
         with self._telling, torch.no_grad(), self._around(training=False):
+            self._check_keywords("eval()", kwargs)
             batch = self._batches.of_evaluation(args, kwargs, target)
             # A slice of a slice that is made without gradients says that it needs one all the same.
             args_of, kwargs_of, targets = without_history(batch[:3])
@@ -287,7 +288,7 @@ class Pipeline:
         Returns:
             The norm before: over all stages, and shards of them; the same on every rank.
         """
-        self._check_usable()
+        self._enter("clip_grad_norm_()")
         return clip_grad_norm_(self._stages, self.transport, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
@@ -319,17 +320,18 @@ class Pipeline:
     @contextmanager
     def _setting_up(self) -> Iterator[None]:
         """A mistake on one rank is told to the others, or they would wait for it."""
+        self.transport.progress.call = "Pipeline(...)"
         try:
             yield
         except BaseException as error:
             self.transport.fail(self.transport.explain(error) or failure_of(error, self.rank, None))
             raise
 
-    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+    def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:
         """Arguments of the constructor are not meant for the stages, unless one of them has such an argument."""
         for name in _OF_CONSTRUCTOR.intersection(kwargs):
             if not any(name in signature(stage.module.forward).parameters for stage in self._stages.values()):
-                raise StageError(f"{name} is an argument of Pipeline(...), not of step(): give it when you make one")
+                raise StageError(f"{name} is an argument of Pipeline(...), not of {call}: give it when you make one")
 
     def _model(self) -> CommModel:
         """How communication behaves for the verifier."""
@@ -412,7 +414,7 @@ class Pipeline:
             return ()
         agreed, counts = self._programs.samples, batch.counts
         if agreed and counts.targets and list(counts.targets) != list(agreed):
-            varies = f"; other shapes than in the first step, when this was agreed, need shapes={PER_MICROBATCH!r}"
+            varies = f"; if this batch is of another size than the first one was, that needs shapes={PER_MICROBATCH!r}"
             raise unlike_samples(agreed, counts.targets, varies)
         found = shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
         return [scale * share for share in found]
@@ -447,7 +449,9 @@ class Pipeline:
 
     # When something goes wrong --------------------------------------------------------------------------------------
 
-    def _check_usable(self) -> None:
+    def _enter(self, call: str) -> None:
+        """Begin a call, unless the pipeline has failed; if another rank waits for this one, it is told which call."""
+        self.transport.progress.call = call
         failure = self.transport.failure(known=_ASKED_EVERY)
         if failure is not None:
             self._telling.leave_nothing()

@@ -112,7 +112,8 @@ class Recording:
         """What an action of each stage and type took, in seconds: the mean over a step, and of these the median.
 
         A mean, because what disturbs some actions of a step belongs to it, e.g. ranks that share a core. The two halves
-        of a backward that never ran in halves are each taken for one half.
+        of a backward that never ran in halves are each taken for one half. Transfers are not among them, a prediction
+        takes them for free: give those of tiny stages, where they are much of the step, a ``latency`` of their own.
         """
         if not self._times:
             raise RunError("no step was recorded: call pipe.step inside of the with block, and ask when it has ended")
@@ -203,6 +204,7 @@ class Recording:
 
     def _share(self) -> None:
         """Let all ranks know the figures of all."""
+        self._pipe.transport.progress.call = "recording()"
         found = self._pipe.transport.exchange(json.dumps(self._mine()).encode())
         ranks = [json.loads(data) for data in found]
         if len({len(rank["ends"]) for rank in ranks}) > 1:

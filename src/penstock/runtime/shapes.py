@@ -156,7 +156,9 @@ def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Edg
             return _outcome(stage, args, kwargs)
         given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(args))
         told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
-        raise StageError(f"{told}: {type(error).__name__}: {error}", stage=stage.index) from error
+        by_name = stage.index == 0 and isinstance(error, TypeError) and "positional argument" in str(error)
+        hint = "; a target is given by its name: step(x, target=y)" if by_name else ""
+        raise StageError(f"{told}: {type(error).__name__}: {error}{hint}", stage=stage.index) from error
 
 
 def _find_changes(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -35,12 +35,22 @@ class Place(NamedTuple):
         peer: the rank that it may have to wait for in it.
         seconds: how long it has been there.
         silent: how long ago it told that, beyond what is usual.
+        closed_after: how many steps it had begun when it closed its pipeline; None if it has not.
     """
 
     label: str | None
     peer: int | None
     seconds: float
     silent: float = 0.0
+    closed_after: int | None = None
+
+    @property
+    def closed(self) -> str:
+        """What is told of a rank that has closed its pipeline; nothing of others."""
+        if self.closed_after is None:
+            return ""
+        steps = "a step" if self.closed_after == 1 else f"{self.closed_after} steps"
+        return f"has closed its pipeline after {steps}: each rank must take as many"
 
 
 class Board:
@@ -65,7 +75,13 @@ class Board:
 
     def tell_place(self, place: Place) -> None:
         """Write where this rank is."""
-        told = {"label": place.label, "peer": place.peer, "seconds": place.seconds, "at": time.time()}
+        told = {
+            "label": place.label,
+            "peer": place.peer,
+            "seconds": place.seconds,
+            "at": time.time(),
+            "closed_after": place.closed_after,
+        }
         self._store.set(f"place/{self._rank}", json.dumps(told))
 
     def place(self, rank: int) -> Place | None:
@@ -77,7 +93,11 @@ class Board:
         try:
             age = max(0.0, time.time() - float(told["at"]))
             return Place(
-                _text(told["label"], 200), _number(told["peer"]), float(told["seconds"]) + age, age if age > 5 else 0.0
+                _text(told["label"], 200),
+                _number(told["peer"]),
+                float(told["seconds"]) + age,
+                age if age > 5 else 0.0,
+                _number(told.get("closed_after")),
             )
         except (KeyError, TypeError, ValueError):
             return None
@@ -105,6 +125,10 @@ class Board:
         """Say that this rank knows of the failure."""
         self._knows_since = time.monotonic()
         self._store.add("knows", 1)
+
+    def has_word(self, key: str) -> bool:
+        """Whether there is something under a key for which a thread of this rank waits."""
+        return bool(self._store.check([key]))
 
     def end_wait(self, key: str | None) -> None:
         """End the wait of another thread of this rank for a key, if it waits for one: by a value that is none."""

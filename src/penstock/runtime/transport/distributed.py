@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError, StepError, TransportError
-from penstock.runtime.transport.board import Board
-from penstock.runtime.transport.failing import dead_error, label_of, peer_of, step_error
+from penstock.runtime.transport.board import Board, Place
+from penstock.runtime.transport.failing import chain, dead_error, label_of, peer_of, step_error
 from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup, backend_for
 from penstock.runtime.transport.mailbox import Mailbox, NoWordError
 from penstock.runtime.transport.protocol import Failure, Progress
 from penstock.runtime.transport.stores import own_connection, own_prefix
-from penstock.runtime.transport.watch import AGREEMENT, Watch, who_waits_for_whom
+from penstock.runtime.transport.watch import Watch, who_waits_for_whom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -92,7 +92,7 @@ class DistributedTransport:
         self._send, self._receive = self._group.posts()
         watch = Watch(self, self._board, timeout)
         watch.start()
-        self._end = weakref.finalize(self, _end, watch, self._board, self._group)
+        self._end = weakref.finalize(self, _end, watch, self._board, self._group, self.progress)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Bring up the given pairs of ranks in that order; name the pair that does not come up."""
@@ -336,13 +336,15 @@ class DistributedTransport:
     def _traced(self, error: NoWordError) -> TransportError:
         """Whoever gave no word may itself wait for another: the one at the end of the line is named, too."""
         assert error.peer is not None
-        return TransportError(
-            f"{error} ({who_waits_for_whom(self._board, self.rank, AGREEMENT, error.peer)})", peer=error.peer
-        )
+        waits = who_waits_for_whom(self._board, self.rank, self.progress.call, error.peer)
+        return TransportError(f"{error} ({waits})", peer=error.peer)
 
     def _lost_connection(self, error: BaseException) -> Failure:
         lost, awaited, label = self._group.lost(), peer_of(self.progress), label_of(self.progress)
         peer = awaited if awaited in lost or not lost else lost[0]
+        if peer is not None and (closed := self._closed_by(peer)):
+            told = chain([(self.rank, label or self.progress.call)], f"rank {peer}, which {closed}")
+            return Failure(peer, told, label)
         whose = "a connection" if peer is None else f"the connection to rank {peer}"
         where = "" if label is None else f" in {label}"
         told = (
@@ -350,6 +352,13 @@ class DistributedTransport:
         )
         told = f"{told} ({_reason(error)})"
         return Failure(self.rank if peer is None else peer, told, label)
+
+    def _closed_by(self, peer: int) -> str:
+        """What is told of a peer that has closed its pipeline; nothing of others."""
+        with suppress(RuntimeError):
+            place = self._board.place(peer)
+            return "" if place is None else place.closed
+        return ""
 
 
 def byte_each_way(
@@ -387,8 +396,10 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
 
 
-def _end(watch: Watch, board: Board, group: OwnGroup) -> None:
+def _end(watch: Watch, board: Board, group: OwnGroup, progress: Progress) -> None:
     watch.stop()
+    with suppress(RuntimeError):  # if the store is gone, so is whoever would ask
+        board.tell_place(Place(None, None, 0.0, closed_after=progress.step))
     board.stay()
     board.close()
     group.destroy()

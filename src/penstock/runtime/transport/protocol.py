@@ -31,6 +31,7 @@ class Progress:
         step: how many steps have begun.
         index: the operation under way; -1 between steps.
         waiting: whether it waits; None if it does not tell.
+        call: what the user has called last.
     """
 
     labels: Sequence[str] = ()
@@ -39,6 +40,7 @@ class Progress:
     step: int = 0
     index: int = -1
     waiting: bool | None = None
+    call: str = "exchange()"
 
 
 @dataclass(frozen=True, slots=True)

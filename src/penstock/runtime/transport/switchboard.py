@@ -66,7 +66,7 @@ class Switchboard:
         if operation.error is not None:
             raise operation.error
 
-    def exchange(self, rank: int, data: bytes, label: str | None) -> list[bytes]:
+    def exchange(self, rank: int, data: bytes, label: str) -> list[bytes]:
         """What every rank gave in this round."""
         with self._lock:
             self._check_alive(rank)
@@ -80,7 +80,7 @@ class Switchboard:
                     if wait is not None and wait.round == number:
                         self._wake(other)
             else:
-                self._wait(rank, Wait(label or "an exchange", round=number))
+                self._wait(rank, Wait(label, round=number))
             if len(given) < self.ranks:
                 raise self._step_error()
             return [given[other] for other in range(self.ranks)]
@@ -94,13 +94,13 @@ class Switchboard:
             if wait is not None and wait.peer == rank:
                 self._wake(peer)
 
-    def hear(self, rank: int, peer: int, label: str | None) -> bytes:
+    def hear(self, rank: int, peer: int, label: str) -> bytes:
         """The next word that a peer has left."""
         with self._lock:
             self._check_alive(rank)
             words = self._words.setdefault((peer, rank), deque())
             if not words:
-                self._wait(rank, Wait(label or f"hearing rank {peer}", peer=peer))
+                self._wait(rank, Wait(label, peer=peer))
             if not words:
                 raise self._step_error()
             return words.popleft()

@@ -55,7 +55,7 @@ class ThreadTransport:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks. All ranks call it."""
-        return self._switchboard.exchange(self.rank, data, label_of(self.progress))
+        return self._switchboard.exchange(self.rank, data, self._place)
 
     def tell(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
@@ -65,7 +65,7 @@ class ThreadTransport:
     def hear(self, peer: int) -> bytes:
         """What the peer told next."""
         self._check_peer(peer)
-        return self._switchboard.hear(self.rank, peer, label_of(self.progress))
+        return self._switchboard.hear(self.rank, peer, self._place)
 
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
@@ -82,6 +82,11 @@ class ThreadTransport:
     def close(self) -> None:
         """This rank is done: whoever waits for it from now on does so in vain, and is told."""
         self._switchboard.end(self.rank)
+
+    @property
+    def _place(self) -> str:
+        """Where this rank is: in an operation, or in a call."""
+        return label_of(self.progress) or self.progress.call
 
     def _post(self, tensor: torch.Tensor, peer: int, tag: int, *, sends: bool) -> _Posted:
         self._check_peer(peer)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 _INTERVAL: Final = 0.25
 #: How often it tells where its rank is.
 _TELL_EVERY: Final = 4
-#: Where a rank is that waits for the word of another, outside a step.
-AGREEMENT: Final = "an agreement"
 #: What is proved to run goes round only if ranks do different things, or without a proof.
 _SAME_CALLS: Final = "each rank must make the same calls, step, eval, check_parity and so on, in the same order"
 #: Whoever has been in an operation that may have to wait for so many seconds does wait.
@@ -89,8 +87,7 @@ class Watch(threading.Thread):
             return False
         label, peer = label_of(transport.progress), peer_of(transport.progress)
         if label is None:
-            self._tell_of_agreement(transport.awaited)
-            return True
+            return self._agreement_is_well(transport, transport.awaited)
         seconds = time.monotonic() - self._since
         if self._looks % _TELL_EVERY == 0:
             self._board.tell_place(Place(label, peer, seconds))
@@ -102,15 +99,29 @@ class Watch(threading.Thread):
         transport.fail(Failure(transport.rank, f"{told} (no progress for {seconds:.0f} s)", label))
         return False
 
-    def _tell_of_agreement(self, awaited: Awaited | None) -> None:
-        """Tell whose word this rank waits for; the wait itself ends when it has taken too long."""
+    def _agreement_is_well(self, transport: DistributedTransport, awaited: Awaited | None) -> bool:
+        """Tell whose word this rank waits for, in which call; the wait itself ends when it has taken too long.
+
+        It ends at once if that rank is done, and will never give it.
+        """
+        call = transport.progress.call
         if awaited != self._awaited or self._looks % _TELL_EVERY == 0:
             self._awaited, self._told_label = awaited, awaited is not None
             if awaited is None:
                 self._board.tell_place(Place(None, None, 0.0))
             else:
-                self._board.tell_place(Place(AGREEMENT, awaited.peer, time.monotonic() - awaited.since))
+                self._board.tell_place(Place(call, awaited.peer, time.monotonic() - awaited.since))
+                place = self._board.place(awaited.peer)
+                if place is not None and place.closed and self._has_no_word(transport, awaited):
+                    told = chain([(transport.rank, call)], f"rank {awaited.peer}, which {place.closed}")
+                    transport.fail(Failure(awaited.peer, told))
+                    return False
         self._looks += 1
+        return True
+
+    def _has_no_word(self, transport: DistributedTransport, awaited: Awaited) -> bool:
+        """Whether a word has not been given. Once it has been read it is gone, but is not awaited any more then."""
+        return not self._board.has_word(awaited.key) and transport.awaited == awaited
 
 
 def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
@@ -128,6 +139,8 @@ def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
 def _told(place: Place | None) -> str:
     if place is None:
         return "which has not begun a step"
+    if place.closed:
+        return f"which {place.closed}"
     if place.label is None:
         return "which is between two steps: each rank must take as many, of the same kind"
     if place.silent:

@@ -1,0 +1,74 @@
+"""Random numbers once more: a forward draws the same ones whenever it runs, whatever came before."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from penstock.runtime.program import only_forwards
+from penstock.runtime.untouched import Buffers, drawing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.plain import Visit
+    from penstock.runtime.stage import Stage
+
+
+class Replay:
+    """Forwards that begin with the same random state whenever they run, given their stage and microbatch."""
+
+    def __init__(self, stages: Mapping[int, Stage], orders: Mapping[int, Sequence[int]]) -> None:
+        self._stages = stages
+        self._left = {index: iter(order) for index, order in orders.items()}
+        self._handles: list[Any] = []
+        self._buffers: dict[int, Buffers] = {}
+        self._again: int | None = None
+
+    def __enter__(self) -> Self:
+        for index, stage in self._stages.items():
+            self._handles += [
+                stage.module.register_forward_pre_hook(partial(self._before, index)),
+                stage.module.register_forward_hook(_after, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def once_more(self, visit: Visit) -> Iterator[None]:
+        """Where the stage is run again for its last microbatch, with the buffers that it had."""
+        stage = visit.stage
+        current = Buffers([stage.module])
+        self._buffers[stage.index].put_back()
+        self._again = visit.microbatch
+        try:
+            yield
+        finally:
+            self._again = None
+            current.put_back()
+
+    def _before(self, index: int, *_: object) -> None:
+        microbatch = next(self._left[index]) if self._again is None else self._again
+        drawing.acquire()
+        if self._again is None:
+            self._buffers[index] = Buffers([self._stages[index].module])
+        torch.manual_seed((index << 20) + microbatch)
+
+
+def _after(*_: object) -> None:
+    drawing.release()
+
+
+def order_of(pipe: Pipeline) -> dict[int, list[int]]:
+    """For every stage of this rank, in which order the schedule runs the microbatches forward."""
+    row = only_forwards(pipe.schedule.actions)[pipe.rank]
+    return {
+        index: [action.microbatch_index or 0 for action in row if action.stage_index == index] for index in pipe.stages
+    }

@@ -1,0 +1,137 @@
+"""What a probe has found, and how it tells it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+#: Ways to the gradients that are compared with the unsplit model.
+HALVES: Final = "in halves"
+SCHEDULED: Final = "scheduled"
+
+_SHOWN: Final = 10
+_OTHERWISE: Final = "write loss_reduction='sum' for a sum, 'weighted' for a mean over tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far a gradient, or a loss, is from that of the unsplit model.
+
+    Attributes:
+        stage: the stage.
+        name: the parameter within the stage, e.g. ``layers.1.weight``; or ``input`` or ``loss``.
+        module: the type of the module that the parameter is in.
+        way: how the gradient was computed: ``"in halves"`` or ``"scheduled"``.
+        largest: the largest absolute difference of two elements; infinite if one of the gradients is missing.
+        size: the largest absolute element that it should have.
+        tolerance: what `largest` may be.
+        order: where in the order of a backward it comes.
+    """
+
+    stage: int
+    name: str
+    module: str
+    way: str
+    largest: float
+    size: float
+    tolerance: float
+    order: int
+
+    @property
+    def relative(self) -> float:
+        """The difference as a share of the size."""
+        return self.largest / self.size if self.size else (0.0 if self.largest == 0 else float("inf"))
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is small enough for an error of rounding."""
+        return self.largest <= self.tolerance
+
+    def __str__(self) -> str:
+        what = "the loss" if self.name == "loss" else f"{self.name} of {self.module}"
+        told = "with the schedule" if self.way == SCHEDULED else "when its backward runs in two halves"
+        if self.largest == float("inf"):
+            return f"stage {self.stage}, {what}: {told} there is a gradient missing, one too many, or not a number"
+        return (
+            f"stage {self.stage}, {what}: {told} the largest difference is {self.largest:.2g}, in a "
+            f"{'loss' if self.name == 'loss' else 'gradient'} of size {self.size:.2g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Whether the losses of the microbatches, each by its share, make the loss of the batch.
+
+    Attributes:
+        whole: what the loss function gives for the outputs and targets of all microbatches as one.
+        together: the sum of the microbatches' losses, each multiplied by its share.
+        tolerance: by how much the two may differ.
+        unchecked: why they could not be compared; empty if they were.
+    """
+
+    whole: float = 0.0
+    together: float = 0.0
+    tolerance: float = 0.0
+    unchecked: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether they differ by rounding at most, or were not compared."""
+        alike = self.whole == self.together or (math.isnan(self.whole) and math.isnan(self.together))
+        return alike or abs(self.whole - self.together) <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.unchecked:
+            return (
+                f"whether the losses of the microbatches make that of the whole batch was not checked: {self.unchecked}"
+            )
+        told = f"the loss of the whole batch is {self.whole:.6g}, that of the microbatches together {self.together:.6g}"
+        return told if self.fits else f"{told}: is loss_fn a mean over samples? {_OTHERWISE}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What a probe has found, the same on every rank.
+
+    Attributes:
+        differences: all that was compared, in the order of a backward.
+        random: whether the unsplit model itself gives other gradients when it is run again.
+        losses: the losses of the unsplit model, on the rank of the last stage.
+        reduction: whether they make the loss of the batch.
+    """
+
+    differences: tuple[Difference, ...]
+    random: bool
+    losses: tuple[float, ...]
+    reduction: Reduction
+
+    @property
+    def wrong(self) -> tuple[Difference, ...]:
+        """The differences that rounding does not explain."""
+        return tuple(one for one in self.differences if not one.fits)
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference."""
+        return max((one.relative for one in self.differences), default=0.0)
+
+    def __str__(self) -> str:
+        told, reduction = self._told(), str(self.reduction)
+        return "\n".join([*told, reduction] if self.wrong or self.reduction.fits else [reduction, *told])
+
+    def _told(self) -> list[str]:
+        wrong = self.wrong
+        if not wrong:
+            told = f"{len(self.differences)} gradients and losses are those of the unsplit model"
+            return [f"{told}, run microbatch by microbatch"]
+        lines = [f"{len(wrong)} of {len(self.differences)} gradients and losses are not those of the unsplit model:"]
+        lines += [f"- {one}" for one in wrong[:_SHOWN]]
+        if len(wrong) > _SHOWN:
+            lines.append(f"- and {len(wrong) - _SHOWN} more")
+        if self.random:
+            lines.append(
+                "The unsplit model itself gives other gradients when it is run again from the same random state: it "
+                "draws random numbers of its own, or computes in an order that varies. This probe cannot judge it."
+            )
+        return lines

@@ -1,0 +1,72 @@
+"""The model as if it were not split: every stage after the other, microbatch by microbatch, without a schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.runtime.parity.comparing import Owned, difference
+from penstock.runtime.parity.leaving import taken
+from penstock.runtime.parity.replay import Replay
+from penstock.runtime.parity.report import HALVES, Difference
+from penstock.runtime.plain import PlainRun
+from penstock.runtime.untouched import copied
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from penstock.runtime.batches import Batch
+    from penstock.runtime.parity.comparing import Gradients
+    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.plain import Visit
+
+
+class Unsplit:
+    """The unsplit model, run once or again; each stage's backward in halves beside it."""
+
+    def __init__(self, pipe: Pipeline, batch: Batch, parameters: Mapping[torch.nn.Parameter, Owned]) -> None:
+        self._pipe = pipe
+        self._batch = batch
+        self._parameters = parameters
+        self._halves: Gradients = dict.fromkeys(parameters)
+        self.inputs: list[Difference] = []
+        self.outputs: Sequence[Any] = ()
+        self.shares: Sequence[float] = ()
+
+    @property
+    def targets(self) -> Sequence[Any]:
+        """The target of each microbatch."""
+        return self._batch.targets
+
+    def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
+        """The gradients, those in halves, and the losses."""
+        pipe = self._pipe
+        plain = PlainRun(pipe.stages, pipe.schedule.placement.rank_of, pipe.transport, pipe._loss_fn)
+        microbatches = range(pipe.schedule.microbatches)
+        orders = {index: list(microbatches) for index in pipe.stages}
+        args, kwargs, targets = self._batch[:3]
+        with pipe._around(training=True), Replay(pipe.stages, orders) as self._replay:
+            self.shares = pipe._shares(self._batch)
+            plain.run(copied(args), copied(kwargs), targets, self.shares, self._in_halves if split else None)
+        self.outputs = plain.outputs
+        return taken(self._parameters), self._halves, plain.losses
+
+    def _in_halves(
+        self, visit: Visit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Run a microbatch of a stage once more, with I and W, into gradients of their own."""
+        if visit.stage.parallel is not None:
+            return
+        before = {one: one.grad for one in self._parameters}
+        for one in self._parameters:
+            one.grad = self._halves[one]
+        visit.stage.begin()  # with other gradients
+        with self._replay.once_more(visit):
+            found, weight_backward = visit.stage.input_backward(visit.run(), gradients)
+            weight_backward()
+        for one in self._parameters:
+            self._halves[one], one.grad = one.grad, before[one]
+        for number, (given, wanted) in enumerate(zip(found, expected, strict=True)):
+            owned = Owned(visit.stage.index, f"input {number}", type(visit.stage.module).__name__, -1)
+            self.inputs.append(difference(owned, HALVES, given, wanted, 0.0))
