@@ -19,8 +19,8 @@ from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbe
 @pytest.mark.parametrize(
     ("kind", "mine", "told"),
     [
-        (ScheduleZBVZeroBubble, [0, 2], "3UNSHARD stands in the order of this rank, which has stages 0, 2"),
-        (ScheduleInterleaved1F1B, [0, 3], "2UNSHARD stands in the order of this rank, which has stages 0, 3"),
+        (ScheduleZBVZeroBubble, [0, 2], r"has the stages \[0, 2\], and its order is for the stages \[0, 3\]"),
+        (ScheduleInterleaved1F1B, [0, 3], r"has the stages \[0, 3\], and its order is for the stages \[0, 2\]"),
     ],
 )
 def test_stages_of_another_placement_are_refused_before_anybody_waits(kind, mine, told):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, RECV_B, RECV_F, REDUCE_GRAD, SEND_B, SEND_F
+from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, RECV_B, RECV_F, REDUCE_GRAD, SEND_B, SEND_F
 from penstock.pipelining._schedule_actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule_engine import Line, Program
 from penstock.pipelining._schedule_maker import Calls, Maker
@@ -19,6 +19,7 @@ from penstock.pipelining._schedule_operations import (
     ending,
     scaling,
 )
+from penstock.pipelining._schedule_passes import OrderError
 from penstock.pipelining._schedule_plain import PlainMaker
 from penstock.pipelining._schedule_sends import ends_of_sends
 from penstock.pipelining._schedule_shortcuts import Shortcut
@@ -101,6 +102,7 @@ def of_order(
     """
     customs = customs or {}
     row = rows[rank]
+    _check_stages(row, stages, customs)
     maker = maker_of(way, stages, microbatches, calls, trains=trains)
     ended, left = ends_of_sends(rows, rank)
     lines: list[Line] = []
@@ -129,6 +131,17 @@ def of_order(
     if not customs and may_post_ahead(stages.values()):
         lines = _posted_early(lines, transfers, row, stages)
     return Program(lines, scaled)
+
+
+def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Mapping[ComputationType, Custom]) -> None:
+    """Raise if the order of this rank is for other stages than it has."""
+    parts = [part for action in row if action.computation_type not in customs for part in action.leaves]
+    needed = {part.stage_index for part in parts if part.computation_type is not OVERLAP_F_B}
+    if needed - stages.keys():
+        raise OrderError(
+            f"this rank has the stages {sorted(stages)}, and its order is for the stages {sorted(needed)}: give it "
+            "PipelineStage objects of these"
+        )
 
 
 def maker_of(way: Shortcut, stages: Mapping[int, Any], microbatches: int, calls: Calls, *, trains: bool) -> Maker:
