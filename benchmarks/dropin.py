@@ -3,7 +3,7 @@
 (a) what an action costs, with a model that costs nothing; (b) the time of a step of a transformer; (c) the two halves
 of a backward against a whole one, asked of a PipelineStage; (d) memory. Both run in turn, for (b) torch in processes of
 its own, on gloo's loopback with a thread each, beside a loop written by hand. Goals are against torch. Wall time
-depends on who else uses the machine; CPU time hardly does.
+depends on who else uses the machine; CPU time less so.
 """
 
 from __future__ import annotations

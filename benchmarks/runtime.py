@@ -2,7 +2,7 @@
 
 (a) what an action costs, with a model that costs nothing; (b) the time of a step of a transformer; (c) the two halves
 of a backward against a whole one; (d) memory. All contestants run in turn, for (b) torch in processes of its own, on
-gloo's loopback with a thread each. Wall time depends on who else uses the machine; CPU time hardly does.
+gloo's loopback with a thread and a core each. Wall time depends on who else uses the machine; CPU time less so.
 """
 
 from __future__ import annotations

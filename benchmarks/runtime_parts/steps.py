@@ -82,7 +82,7 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
             "DualPipeV is no zero-bubble schedule and splits few backwards (torch takes 1.3 to 1.7 of compute alone",
             "with a short sequence, not 2.2): as for any other schedule its goal is 1.0",
             "the loop computes twice what I and W need, and is left out where that takes long",
-            "CPU is the main thread's, both ranks together, and hardly depends on who else uses the machine",
+            "CPU is the main thread's, both ranks together, and depends less on who else uses the machine",
         ],
     )
     for size in sizes:

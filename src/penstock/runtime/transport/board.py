@@ -45,12 +45,9 @@ class Place(NamedTuple):
     closed_after: int | None = None
 
     @property
-    def closed(self) -> str:
-        """What is told of a rank that has closed its pipeline; nothing of others."""
-        if self.closed_after is None:
-            return ""
-        steps = "a step" if self.closed_after == 1 else f"{self.closed_after} steps"
-        return f"has closed its pipeline after {steps}: each rank must take as many"
+    def is_closed(self) -> bool:
+        """Whether the rank is done, and gives nobody anything any more."""
+        return self.closed_after is not None
 
 
 class Board:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.runtime.transport.board import Board, Place
-from penstock.runtime.transport.failing import chain, dead_error, label_of, peer_of, step_error
+from penstock.runtime.transport.failing import dead_error, label_of, peer_of, step_error
 from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup, backend_for
 from penstock.runtime.transport.mailbox import Mailbox, NoWordError
 from penstock.runtime.transport.protocol import Failure, Progress
@@ -342,8 +342,8 @@ class DistributedTransport:
     def _lost_connection(self, error: BaseException) -> Failure:
         lost, awaited, label = self._group.lost(), peer_of(self.progress), label_of(self.progress)
         peer = awaited if awaited in lost or not lost else lost[0]
-        if peer is not None and (closed := self._closed_by(peer)):
-            told = chain([(self.rank, label or self.progress.call)], f"rank {peer}, which {closed}")
+        if peer is not None and self._is_closed(peer):
+            told = who_waits_for_whom(self._board, self.rank, label or self.progress.call, peer)
             return Failure(peer, told, label)
         whose = "a connection" if peer is None else f"the connection to rank {peer}"
         where = "" if label is None else f" in {label}"
@@ -353,12 +353,12 @@ class DistributedTransport:
         told = f"{told} ({_reason(error)})"
         return Failure(self.rank if peer is None else peer, told, label)
 
-    def _closed_by(self, peer: int) -> str:
-        """What is told of a peer that has closed its pipeline; nothing of others."""
+    def _is_closed(self, peer: int) -> bool:
+        """Whether a peer has closed its pipeline, as far as the store can tell."""
         with suppress(RuntimeError):
             place = self._board.place(peer)
-            return "" if place is None else place.closed
-        return ""
+            return place is not None and place.is_closed
+        return False
 
 
 def byte_each_way(

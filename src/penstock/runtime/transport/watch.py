@@ -112,8 +112,8 @@ class Watch(threading.Thread):
             else:
                 self._board.tell_place(Place(call, awaited.peer, time.monotonic() - awaited.since))
                 place = self._board.place(awaited.peer)
-                if place is not None and place.closed and self._has_no_word(transport, awaited):
-                    told = chain([(transport.rank, call)], f"rank {awaited.peer}, which {place.closed}")
+                if place is not None and place.is_closed and self._has_no_word(transport, awaited):
+                    told = who_waits_for_whom(self._board, transport.rank, call, awaited.peer)
                     transport.fail(Failure(awaited.peer, told))
                     return False
         self._looks += 1
@@ -139,8 +139,9 @@ def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
 def _told(place: Place | None) -> str:
     if place is None:
         return "which has not begun a step"
-    if place.closed:
-        return f"which {place.closed}"
+    if place.is_closed:
+        steps = "a step" if place.closed_after == 1 else f"{place.closed_after} steps"
+        return f"which has closed its pipeline after {steps}: each rank must take as many"
     if place.label is None:
         return "which is between two steps: each rank must take as many, of the same kind"
     if place.silent:
