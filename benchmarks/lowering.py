@@ -18,7 +18,7 @@ from time import perf_counter, process_time
 
 import penstock as ps
 from alternating import SHORTEST_TURN, alternate
-from penstock.graph.models import MODELS
+from penstock.graph.comm_model import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch_oracle

@@ -18,8 +18,8 @@ from time import perf_counter
 
 import penstock as ps
 from alternating import alternate
-from penstock.graph.timing import starts
-from penstock.simulation.flow import flow_of
+from penstock.graph.start_times import starts
+from penstock.simulation.step_graph import flow_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torch.distributed.pipelining import schedules as upstream

@@ -14,10 +14,10 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import penstock as ps
+from penstock.execution.split_backward.split import SplitBackward
 from penstock.pipelining import PipelineStage as OurStage
 from penstock.pipelining import schedules as our_schedules
 from penstock.runtime import Pipeline
-from penstock.runtime.split_backward import SplitBackward
 from runtime_parts.models import Model, loss_function
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional
 
 import penstock as ps
-from penstock.runtime.split_backward import SplitBackward
+from penstock.execution.split_backward.split import SplitBackward
 from runtime_parts.allocations import Block, Trace, between, freed, level, mark, peak, traced
 from runtime_parts.contestants import SCHEDULES, SINGLE, Case, Contestant, Kind, Loop, Penstock, Torch, clear
 from runtime_parts.models import Model, linear, transformer

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from penstock.execution.split_backward.split import SplitBackward
 from penstock.graph.heap import keep_all_freed_memory
-from penstock.runtime.split_backward import SplitBackward
 from runtime_parts.models import transformer
 from runtime_parts.processes import on_ranks
 from runtime_parts.racing import Spread, ratios

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         VerificationError,
         WriteError,
     )
-    from penstock.graph.models import LANES, CommModel
+    from penstock.graph.comm_model import LANES, CommModel
     from penstock.ir.actions import Action, ComputationType
     from penstock.ir.formats import read
     from penstock.ir.placement import Placement
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.lowering.repair import repair
     from penstock.schedules.registry import build
     from penstock.simulation.costs import Costs
-    from penstock.simulation.many import Samples, simulate_many
+    from penstock.simulation.sampling import Samples, simulate_many
     from penstock.simulation.simulate import simulate
     from penstock.simulation.timeline import Timeline
     from penstock.verification.check import check, safe_models, verify
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "Action": "penstock.ir.actions",
     "ActionError": "penstock.errors",
-    "CommModel": "penstock.graph.models",
+    "CommModel": "penstock.graph.comm_model",
     "ComputationType": "penstock.ir.actions",
     "Costs": "penstock.simulation.costs",
     "CostsError": "penstock.errors",
     "Finding": "penstock.verification.findings",
     "FormatError": "penstock.errors",
-    "LANES": "penstock.graph.models",
+    "LANES": "penstock.graph.comm_model",
     "MetadataError": "penstock.errors",
     "MicrobatchError": "penstock.errors",
     "ModelError": "penstock.errors",
@@ -72,7 +72,7 @@ _HOMES = {
     "PlacementError": "penstock.errors",
     "ReadError": "penstock.errors",
     "RunError": "penstock.errors",
-    "Samples": "penstock.simulation.many",
+    "Samples": "penstock.simulation.sampling",
     "Schedule": "penstock.ir.schedule",
     "ScheduleError": "penstock.errors",
     "ScheduleSyntaxError": "penstock.errors",
@@ -91,7 +91,7 @@ _HOMES = {
     "repair": "penstock.lowering.repair",
     "safe_models": "penstock.verification.check",
     "simulate": "penstock.simulation.simulate",
-    "simulate_many": "penstock.simulation.many",
+    "simulate_many": "penstock.simulation.sampling",
     "verify": "penstock.verification.check",
 }
 

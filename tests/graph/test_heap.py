@@ -40,10 +40,10 @@ print(mapped(), given_back())
 
 
 WORK = {
-    "nothing": ("import torch\nimport penstock.runtime.stage", ""),
-    "a stage": ("import torch\nfrom penstock.runtime.stage import Stage", "Stage(0, torch.nn.Linear(2, 2))"),
+    "nothing": ("import torch\nimport penstock.execution.stage", ""),
+    "a stage": ("import torch\nfrom penstock.execution.stage import Stage", "Stage(0, torch.nn.Linear(2, 2))"),
     "a stage on an accelerator": (
-        "import torch\nfrom penstock.runtime.stage import Stage",
+        "import torch\nfrom penstock.execution.stage import Stage",
         "Stage(0, torch.nn.Linear(2, 2, device='meta'), device='meta')",
     ),
     "a stage of torch's kind": (

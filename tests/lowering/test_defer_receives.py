@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.graph import blocks
-from penstock.graph.leaves import Leaves
+from penstock.graph import array_blocks as blocks
+from penstock.graph.action_table import Leaves
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.lowering.defer_receives import defer_receives, in_time
 from penstock.lowering.pipeline import WITHOUT_LANES

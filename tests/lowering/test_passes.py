@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.graph.models import MODELS
+from penstock.graph.comm_model import MODELS
 from penstock.lowering.defer_receives import defer_receives
 from penstock.lowering.merge_backward import merge_backward
 from penstock.lowering.repair import without_transfers

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 import penstock as ps
-from penstock.graph.models import MODELS
+from penstock.graph.comm_model import MODELS
 from penstock.schedules.registry import RECIPES
 
 PAIR = ps.CommModel("rendezvous", "pair")

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import penstock as ps
-from penstock.graph.models import MODELS
+from penstock.graph.comm_model import MODELS
 from penstock.schedules.registry import RECIPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "verification.md"

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 import penstock.runtime
 from penstock.errors import MicrobatchError
+from penstock.execution.microbatches.specs import unregister_splitter
 from penstock.pipelining import microbatch as ours
-from penstock.runtime.specs import unregister_splitter
 
 BOTH = pytest.mark.parametrize("module", [ours, upstream], ids=["ours", "upstream"])
 

@@ -11,7 +11,7 @@ from penstock.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from penstock.pipelining._stage_wire import from_tensors
+from penstock.pipelining._stage.announcement import from_tensors
 from penstock.pipelining._utils import PipeliningMetadataError
 from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbers
 

@@ -14,9 +14,9 @@ import penstock as ps
 import torch_oracle
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.pipelining import schedules
-from penstock.pipelining._orders import interleaved_row, looped_bfs_row, with_bubbles, zbv_row
-from penstock.pipelining._schedule_rows import as_lowered_rows, as_schedule
-from penstock.pipelining._schedule_sends import _sent, _used, ends_of_sends
+from penstock.pipelining._engine.sends import _sent, _used, ends_of_sends
+from penstock.pipelining._schedule.orders import interleaved_row, looped_bfs_row, with_bubbles, zbv_row
+from penstock.pipelining._schedule.rows import as_lowered_rows, as_schedule
 from penstock.pipelining.schedules import _Action
 from penstock.pipelining.stage import PipelineStage
 from pipelining.contracts import CPU, WIDTH, averaged, fake_group, gradients, layers, numbers, summed, unsplit

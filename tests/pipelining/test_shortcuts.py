@@ -11,9 +11,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.pipelining import PipelineStage, _schedule_base, _schedule_shortcuts, schedules
-from penstock.pipelining._schedule_shortcuts import Shortcut, begins_directly, looked_at, shortcut
-from penstock.pipelining._stage_compute import StageCompute
+from penstock.pipelining import PipelineStage, schedules
+from penstock.pipelining._engine import selection as _schedule_shortcuts
+from penstock.pipelining._engine.selection import Shortcut, begins_directly, looked_at, shortcut
+from penstock.pipelining._schedule import base as _schedule_base
+from penstock.pipelining._stage.compute import StageCompute
 from pipelining.contracts import (
     CPU,
     OURS,

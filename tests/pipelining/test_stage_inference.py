@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from penstock.pipelining import stage as our_stage
-from penstock.pipelining._stage_wire import ForwardMetaOfKinds, from_tensors, to_tensors
+from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -110,8 +110,8 @@ def test_a_message_that_is_damaged_is_an_error(message, data):
     "value", [None, "text", ["sideways", []], ["forward", [None]], ["forward", [[[], [], "nn", 1]]]]
 )
 def test_other_values_are_no_messages(value):
-    from penstock.runtime.encoding import header_tensor
-    from penstock.runtime.metadata import describe
+    from penstock.execution.value_spec import describe
+    from penstock.execution.wire_format import header_tensor
 
     with pytest.raises(PipeliningMetadataError):
         passed([part for part in header_tensor(describe(value)) if part is not None])

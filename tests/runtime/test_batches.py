@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import MicrobatchError
+from penstock.execution.microbatches.specs import Replicate, TensorChunkSpec, register_splitter, unregister_splitter
 from penstock.runtime.batches import Batch, Batches
-from penstock.runtime.specs import Replicate, TensorChunkSpec, register_splitter, unregister_splitter
 
 NO_SPECS = {"args_spec": None, "kwargs_spec": None, "target_spec": None}
 

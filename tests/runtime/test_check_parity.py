@@ -16,10 +16,10 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import penstock as ps
 from penstock.errors import PenstockError, StageError
+from penstock.execution.microbatches.specs import Microbatches
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Pipeline, Stage, run_in_threads
 from penstock.runtime.parity import Parity
-from penstock.runtime.specs import Microbatches
 
 WIDTH = 4
 

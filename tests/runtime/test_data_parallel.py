@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
 from penstock.errors import StageError
+from penstock.execution.data_parallel import adapter_for, in_step
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, Action
 from penstock.runtime import Pipeline, Stage
-from penstock.runtime.data_parallel import adapter_for, in_step
 
 WIDTH = 6
 MICROBATCHES = 4

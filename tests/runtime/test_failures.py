@@ -23,11 +23,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import penstock as ps
 from penstock.errors import PenstockError, StepError, TransportError
+from penstock.execution import edges
+from penstock.execution.trees import SLOT
+from penstock.execution.value_spec import EdgeMeta, TensorMeta
 from penstock.ir.actions import ComputationType
-from penstock.runtime import Microbatches, Pipeline, Stage, edges, run_in_threads
-from penstock.runtime.metadata import EdgeMeta, TensorMeta
+from penstock.runtime import Microbatches, Pipeline, Stage, run_in_threads
 from penstock.runtime.transport import distributed
-from penstock.runtime.trees import SLOT
 from runtime.faults import (
     MICROBATCHES,
     Faulty,

@@ -366,7 +366,7 @@ def test_the_dry_run_leaves_no_trace():
 
 
 def test_the_dry_run_changes_nothing_that_can_be_seen():
-    from penstock.runtime import shapes
+    from penstock.runtime import shape_negotiation as shapes
 
     module = Noisy()
     stage = Stage(0, module)

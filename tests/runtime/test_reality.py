@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import StepError
-from penstock.graph.models import MODELS
+from penstock.graph.comm_model import MODELS
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.runtime import Pipeline, run_in_threads
 

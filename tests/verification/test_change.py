@@ -7,7 +7,7 @@ import pytest
 
 import penstock as ps
 from mutants import mutated, text_rows
-from penstock.graph.leaves import Leaves
+from penstock.graph.action_table import Leaves
 from penstock.ir.actions import RECV_B, RECV_F, REDUCE_GRAD, RESHARD, UNSHARD
 from penstock.ir.dependencies import OPERATIONS
 from penstock.lowering import pipeline

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.pipelining import schedules as upstream
 
 import penstock as ps
-from penstock.graph.leaves import Leaves
+from penstock.graph.action_table import Leaves
 from penstock.verification.findings import MOST_FINDINGS
 from penstock.verification.memory import peaks
 

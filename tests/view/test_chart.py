@@ -10,7 +10,7 @@ import pytest
 
 from penstock import Costs, Schedule, WriteError, build, lower, simulate
 from penstock.view import chart
-from penstock.view.blocks import blocks_of
+from penstock.view.bars import blocks_of
 from penstock.view.palette import LOOKS
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock import Costs, Schedule, build, lower, simulate
-from penstock.view.blocks import NAMES, blocks_of, shares
+from penstock.view.bars import NAMES, blocks_of, shares
 from penstock.view.palette import IDLE, LOOKS
 from penstock.view.terminal import Segment, draw, plain
 

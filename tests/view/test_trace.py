@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from penstock import CommModel, Costs, Schedule, WriteError, build, lower, simulate
-from penstock.view.lanes import parallel
 from penstock.view.trace import write_trace
+from penstock.view.trace_threads import parallel
 
 SLOW = Costs(forward=1, latency=2.5, unshard=0.3, reduce=0.2)
 

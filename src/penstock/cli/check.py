@@ -16,8 +16,8 @@ from penstock.cli.main import FOUND
 from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, model_from, schedule_from
 from penstock.cli.terminal import Width, fitted, terminal
 from penstock.errors import VerificationError
-from penstock.graph.leaves import Leaves, too_sparse
-from penstock.graph.models import LANES, MODELS, CommModel
+from penstock.graph.action_table import Leaves, too_sparse
+from penstock.graph.comm_model import LANES, MODELS, CommModel
 from penstock.ir.schedule import Schedule
 from penstock.verification.check import DEFAULT_MODEL, check, safe_models
 from penstock.verification.findings import Finding

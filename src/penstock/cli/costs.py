@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.source import model_from
 from penstock.errors import CostsError
-from penstock.graph.models import CommModel
+from penstock.graph.comm_model import CommModel
 from penstock.simulation.costs import Costs
 
 CostsFile: TypeAlias = Annotated[

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.drawing import Picture
 from penstock.cli.launch import cores, launch
-from penstock.cli.painting import Picture
 from penstock.cli.show import echo
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.cli.terminal import terminal

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli.drawing import Picture
 from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
-from penstock.cli.painting import Picture
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.cli.terminal import Width, fitted, terminal
 from penstock.ir.formats.versioned_json import json_from_schedule

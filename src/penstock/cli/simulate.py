@@ -18,7 +18,7 @@ from penstock.cli.costs import CostsFile, ModelName, PerRank, amount, costs_from
 from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, fitted_from, schedule_from
 from penstock.cli.terminal import Width, terminal
 from penstock.lowering.pipeline import lower as lowered
-from penstock.simulation.many import Samples, simulate_many
+from penstock.simulation.sampling import Samples, simulate_many
 from penstock.simulation.simulate import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.view.palette import LOOKS

@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 import typer
 
 from penstock.errors import ModelError, SizeError, UnknownScheduleError
-from penstock.graph.models import CommModel
+from penstock.graph.comm_model import CommModel
 from penstock.ir.formats import FORMATS, read
 from penstock.ir.schedule import Schedule
 from penstock.schedules.registry import build, recipe

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.graph.compiling import compiled
-from penstock.graph.walk import worth_compiling
+from penstock.graph.jit import compiled
+from penstock.graph.longest_path import worth_compiling
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

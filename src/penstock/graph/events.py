@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph import blocks
-from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph import array_blocks as blocks
+from penstock.graph.action_table import NOWHERE, Leaves
 from penstock.graph.sorting import order_by
 from penstock.ir import packed
 from penstock.ir.dependencies import OPERATIONS, TRANSFERS
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.graph.models import CommModel
+    from penstock.graph.comm_model import CommModel
 
     Ints = NDArray[np.signedinteger[Any]]
 

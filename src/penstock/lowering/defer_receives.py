@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.blocks import blocks, together, whole_rows
-from penstock.graph.leaves import NOWHERE
+from penstock.graph.action_table import NOWHERE
+from penstock.graph.array_blocks import blocks, together, whole_rows
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
 from penstock.ir.actions import LARGEST_INDEX
@@ -16,7 +16,7 @@ from penstock.ir.numbers import whole_number
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
     from penstock.ir.schedule import Schedule
 
 _SENDS: Final = tuple(transfer.send for transfer in TRANSFERS)

@@ -11,7 +11,7 @@ from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.leaves import Leaves
+    from penstock.graph.action_table import Leaves
     from penstock.ir.schedule import Schedule
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import ScheduleError
-from penstock.graph.models import CommModel
+from penstock.graph.comm_model import CommModel
 from penstock.ir.actions import (
     RECV_B,
     RECV_F,
@@ -27,7 +27,7 @@ from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, ve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
     from penstock.ir.actions import ComputationType
 
     Pass = Callable[[Leaves, Places | None], tuple[Schedule, Places | None]]

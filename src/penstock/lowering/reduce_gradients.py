@@ -9,7 +9,7 @@ from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD
 from penstock.lowering.rows import cell_ends, inserted, last_of_each_stage, taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.leaves import Leaves
+    from penstock.graph.action_table import Leaves
     from penstock.ir.schedule import Schedule
 
 

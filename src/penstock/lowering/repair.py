@@ -11,7 +11,7 @@ from penstock.verification.deadlock import without_transfers
 from penstock.verification.window import picture
 
 if TYPE_CHECKING:
-    from penstock.graph.models import CommModel
+    from penstock.graph.comm_model import CommModel
     from penstock.ir.schedule import Schedule
 
 

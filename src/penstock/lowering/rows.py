@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.graph.leaves import NOWHERE, Leaves
+from penstock.graph.action_table import NOWHERE, Leaves
 from penstock.ir import packed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.graph.leaves import Places
+    from penstock.graph.action_table import Places
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.blocks import blocks, number_type, together, whole_rows
-from penstock.graph.leaves import NOWHERE
+from penstock.graph.action_table import NOWHERE
+from penstock.graph.array_blocks import blocks, number_type, together, whole_rows
+from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.graph.sorting import order_by, stable_order
-from penstock.graph.walk import UNREACHED, longest_path
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFERS
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 

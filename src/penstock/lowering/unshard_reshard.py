@@ -15,7 +15,7 @@ from penstock.lowering.rows import cell_ends, inserted, last_of_each_stage, take
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
     from penstock.ir.actions import ComputationType
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule

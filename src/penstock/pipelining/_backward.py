@@ -8,7 +8,7 @@ groups*, from which ``stage_backward_weight`` makes those of the weights, later.
 - ``grads``: for each of them a tuple with the gradients that came to its outputs.
 
 It can be looked at and changed between the two calls. Stages themselves split their backward with
-``penstock.runtime.split_backward``, which runs every node once and keeps less.
+``penstock.execution.split_backward.split``, which runs every node once and keeps less.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import RunError
+from penstock.execution.autograd import accumulate
 from penstock.pipelining._debug import map_debug_info
-from penstock.runtime.engine import accumulate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

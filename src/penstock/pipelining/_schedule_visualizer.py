@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from penstock.ir.actions import Action
-    from penstock.pipelining._schedule_actions import _Action
+    from penstock.pipelining._schedule.actions import _Action
 
 
 class OpKey(NamedTuple):

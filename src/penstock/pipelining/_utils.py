@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from penstock.ir.placement import Placement
-from penstock.pipelining._checks import (
+from penstock.pipelining._stage.checks import (
     validate_and_normalize_to_tuple,
     validate_metadata,
     validate_static_arg_grad_correspondence,
     validate_tensors_metadata,
 )
-from penstock.pipelining._meshes import GetMeshCallback, MeshCacheKey, PipeliningMetadataError, _MeshCache
-from penstock.pipelining._metas import (
+from penstock.pipelining._stage.meshes import GetMeshCallback, MeshCacheKey, PipeliningMetadataError, _MeshCache
+from penstock.pipelining._stage.metadata import (
     InferenceMode,
     TensorMeta,
     _derive_grad_metas,

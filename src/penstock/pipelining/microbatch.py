@@ -1,7 +1,7 @@
 """Batches into microbatches and outputs back, by the rules of ``torch.distributed.pipelining.microbatch``.
 
-They differ from those of ``penstock.runtime.microbatches``, on which they are built: values need not have the same
-number of samples, and if one has fewer than there should be microbatches, so many are made.
+They build on ``penstock.execution.microbatches.split`` and differ from it: values need not have the same number of
+samples, and if one has fewer samples than there should be microbatches, only that many are made.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from penstock.errors import MicrobatchError
-from penstock.runtime.block_masks import split_mask
-from penstock.runtime.leaves import flattened, leaf_specs
-from penstock.runtime.microbatches import cut, holds_tensors, sizes
-from penstock.runtime.specs import Replicate as _Replicate
-from penstock.runtime.specs import TensorChunkSpec, splitter_of
+from penstock.execution.microbatches.block_masks import split_mask
+from penstock.execution.microbatches.spec_tree import flattened, leaf_specs
+from penstock.execution.microbatches.specs import Replicate as _Replicate
+from penstock.execution.microbatches.specs import TensorChunkSpec, splitter_of
+from penstock.execution.microbatches.split import cut, holds_tensors, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

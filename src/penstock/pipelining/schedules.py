@@ -30,16 +30,15 @@ from penstock.ir.actions import (
     SEND_F,
     UNSHARD,
 )
-from penstock.pipelining._orders import _get_1f1b_rank_ops, _get_warmup_ops
-from penstock.pipelining._schedule_actions import (
+from penstock.pipelining._schedule.actions import (
     _Action,
     _action_regex,
     _ComputationType,
     _get_profiler_function_name,
 )
-from penstock.pipelining._schedule_base import _PipelineSchedule
-from penstock.pipelining._schedule_checks import _validate_schedule
-from penstock.pipelining._schedule_classes import (
+from penstock.pipelining._schedule.base import _PipelineSchedule
+from penstock.pipelining._schedule.multi import PipelineScheduleMulti
+from penstock.pipelining._schedule.named import (
     ScheduleDualPipeV,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -47,8 +46,8 @@ from penstock.pipelining._schedule_classes import (
     ScheduleZBVZeroBubble,
     _check_torch_compile_compatibility,
 )
-from penstock.pipelining._schedule_multi import PipelineScheduleMulti
-from penstock.pipelining._schedule_passes import (
+from penstock.pipelining._schedule.orders import _get_1f1b_rank_ops, _get_warmup_ops
+from penstock.pipelining._schedule.passes import (
     _add_reduce_grad,
     _add_send_recv,
     _add_unshard_reshard,
@@ -56,14 +55,15 @@ from penstock.pipelining._schedule_passes import (
     _merge_bw,
     _requires_reduce_grad,
 )
-from penstock.pipelining._schedule_pictures import _dump_chrometrace, _format_pipeline_order, _simulate_comms_compute
-from penstock.pipelining._schedule_runtime import _CustomFunctionProtocol, _PipelineContext, _PipelineScheduleRuntime
-from penstock.pipelining._schedule_single import (
+from penstock.pipelining._schedule.runtime import _CustomFunctionProtocol, _PipelineContext, _PipelineScheduleRuntime
+from penstock.pipelining._schedule.single import (
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleGPipe,
     _ScheduleForwardOnly,
 )
+from penstock.pipelining._schedule.text import _dump_chrometrace, _format_pipeline_order, _simulate_comms_compute
+from penstock.pipelining._schedule.validation import _validate_schedule
 from penstock.pipelining._utils import InferenceMode, generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
 from penstock.pipelining.microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from penstock.pipelining.stage import PipelineStage, _PipelineStageBase, _RecvInfo

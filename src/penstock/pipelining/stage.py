@@ -20,10 +20,10 @@ from penstock.pipelining._backward import (
     stage_backward_weight,
 )
 from penstock.pipelining._debug import map_debug_info
-from penstock.pipelining._stage_base import _PipelineStageBase
-from penstock.pipelining._stage_inference import StageInference, with_gradients
-from penstock.pipelining._stage_traced import _PipelineStage, build_stage
-from penstock.pipelining._stage_transfers import _normalize_model_output_as_tuple, _RecvInfo
+from penstock.pipelining._stage.base import _PipelineStageBase
+from penstock.pipelining._stage.inference import StageInference, with_gradients
+from penstock.pipelining._stage.traced import _PipelineStage, build_stage
+from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple, _RecvInfo
 from penstock.pipelining._utils import (
     GetMeshCallback,
     InferenceMode,

@@ -10,11 +10,11 @@ try:
 except ImportError as error:
     raise ImportError("penstock.runtime needs torch: pip install 'penstock[torch]'") from error
 
-import penstock.runtime.block_masks  # noqa: F401  # says how masks are split
-from penstock.runtime.custom import Context
+import penstock.execution.microbatches.block_masks  # noqa: F401  # says how masks are split
+from penstock.execution.microbatches.specs import Microbatches, Replicate, TensorChunkSpec, register_splitter
+from penstock.execution.stage import Stage
+from penstock.runtime.custom_functions import Context
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.specs import Microbatches, Replicate, TensorChunkSpec, register_splitter
-from penstock.runtime.stage import Stage
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.threads import run_in_threads
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from penstock.errors import MicrobatchError
-from penstock.runtime.leaves import leaf_specs
-from penstock.runtime.microbatches import fitting, is_split_already, pieces, samples, split_call
-from penstock.runtime.specs import splitter_of
+from penstock.execution.microbatches.spec_tree import leaf_specs
+from penstock.execution.microbatches.specs import splitter_of
+from penstock.execution.microbatches.split import fitting, is_split_already, pieces, samples, split_call
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.runtime.specs import Spec
+    from penstock.execution.microbatches.specs import Spec
 
     #: Arguments, keyword arguments, target.
     Call = tuple[tuple[Any, ...], dict[str, Any], Any]

@@ -6,24 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.runtime.engine import accumulate
-from penstock.runtime.trees import map_tensors
+from penstock.execution.autograd import accumulate
+from penstock.execution.trees import map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-def tensors_in(values: tuple[Any, ...] | dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors in the arguments of a call, quickly where they are not nested."""
-    given = list(values.values() if isinstance(values, dict) else values)
-    for value in given:
-        if not isinstance(value, torch.Tensor):
-            break
-    else:
-        return given
-    found: list[torch.Tensor] = []
-    map_tensors(found.append, values)
-    return found
 
 
 class Detached:

@@ -13,38 +13,38 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ScheduleError, StageError, StepError
+from penstock.execution.data_parallel import in_step, reductions_of
+from penstock.execution.edges import ABSENT
+from penstock.execution.microbatches.merge import merge
+from penstock.execution.native import without_history
+from penstock.execution.stage import Stage
+from penstock.execution.step import Step, unlike_samples
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
 from penstock.runtime.batches import Batches
-from penstock.runtime.clipping import clip_grad_norm_
-from penstock.runtime.custom import Custom, CustomFunction
-from penstock.runtime.data_parallel import in_step, reductions_of
-from penstock.runtime.edges import ABSENT
+from penstock.runtime.custom_functions import Custom, CustomFunction
+from penstock.runtime.failure_scope import Telling, failure_of
+from penstock.runtime.grad_clipping import clip_grad_norm_
+from penstock.runtime.grad_scaling import Scaling
 from penstock.runtime.inputs import Detached
 from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
-from penstock.runtime.merging import merge
-from penstock.runtime.operations import without_history
 from penstock.runtime.parity import Parity, check_parity
-from penstock.runtime.programs import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers
+from penstock.runtime.program_cache import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers
 from penstock.runtime.recording import Recording
-from penstock.runtime.scaling import Scaling
 from penstock.runtime.shared_losses import shared
-from penstock.runtime.stage import Stage
-from penstock.runtime.step import Step, unlike_samples
-from penstock.runtime.telling import Telling, failure_of
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.failing import dead_error
+from penstock.runtime.transport.failure_messages import dead_error
 from penstock.runtime.transport.threads import thread_transports
 from penstock.verification.check import verify as prove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 
-    from penstock.graph.models import CommModel
+    from penstock.execution.native import Workplace
+    from penstock.graph.comm_model import CommModel
     from penstock.ir.actions import Action
     from penstock.runtime.batches import Batch
-    from penstock.runtime.operations import Workplace
     from penstock.runtime.transport.protocol import Transport
 
 #: In seconds: more often than this, the beginning of a step does not ask whether another rank has failed; in the step
@@ -292,7 +292,7 @@ class Pipeline:
         return clip_grad_norm_(self._stages, self.transport, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
-        """Run a function of your own for every action of a type; see ``penstock.runtime.custom``."""
+        """Run a function of your own for every action of a type; see ``penstock.runtime.custom_functions``."""
         if not isinstance(kind, ComputationType):
             raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
         self._custom[kind] = function

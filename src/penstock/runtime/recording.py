@@ -24,21 +24,22 @@ from penstock.ir.actions import (
     REDUCE_GRAD,
     UNSHARD,
 )
-from penstock.runtime.custom import Custom
+from penstock.runtime.custom_functions import Custom
 from penstock.simulation.costs import Costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
+    from penstock.execution.native import Workplace
+    from penstock.execution.program import Program
+    from penstock.execution.step import Operation, Step
+    from penstock.execution.transport import Pending
     from penstock.ir.actions import Action, ComputationType
-    from penstock.runtime.custom import CustomFunction
-    from penstock.runtime.operations import Workplace
+    from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.pipeline import Pipeline
-    from penstock.runtime.program import Program
-    from penstock.runtime.programs import Programs
-    from penstock.runtime.step import Operation, Step
-    from penstock.runtime.transport.protocol import Pending, Transport
+    from penstock.runtime.program_cache import Programs
+    from penstock.runtime.transport.protocol import Transport
 
 #: The field of ``Costs`` for each type of action that a rank is busy with.
 FIELDS: Final[Mapping[ComputationType, str]] = {

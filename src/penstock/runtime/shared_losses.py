@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from penstock.errors import MetadataError
-from penstock.runtime.encoding import decode, encode
-from penstock.runtime.metadata import describe
+from penstock.execution.value_spec import describe
+from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,8 +10,8 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.schedules.filling import only_real
 from penstock.schedules.interleaving import Rounds
+from penstock.schedules.merging import weave
 from penstock.schedules.sizes import checked_sizes
-from penstock.schedules.weaving import weave
 
 
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.schedules.merging import stream, weave
 from penstock.schedules.sizes import checked_sizes
-from penstock.schedules.weaving import stream, weave
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:

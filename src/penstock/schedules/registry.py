@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.errors import CostsError, SizeError, UnknownScheduleError
 from penstock.ir.numbers import whole_number
+from penstock.schedules.cost_fitting import fitted
 from penstock.schedules.dual_pipe_v import dual_pipe_v
-from penstock.schedules.fitting import fitted
 from penstock.schedules.forward_only import forward_only
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.interleaved_one_f_one_b import interleaved_one_f_one_b
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.ir.schedule import Schedule
-    from penstock.schedules.fitting import StageCosts
+    from penstock.schedules.cost_fitting import StageCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.schedules.merging import stream, weave
 from penstock.schedules.sizes import checked_sizes
-from penstock.schedules.weaving import stream, weave
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:

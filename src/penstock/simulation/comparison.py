@@ -13,7 +13,7 @@ from penstock.simulation.simulate import simulate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.models import CommModel
+    from penstock.graph.comm_model import CommModel
     from penstock.ir.schedule import Schedule
     from penstock.simulation.timeline import Timeline
 

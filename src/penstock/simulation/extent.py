@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.graph.leaves import NOWHERE
+from penstock.graph.action_table import NOWHERE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.costs import Costs
-    from penstock.simulation.flow import Flow
+    from penstock.simulation.step_graph import Flow
 
     Floats = NDArray[np.float64]
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.leaves import NOWHERE
-from penstock.graph.timing import NOTHING
+from penstock.graph.action_table import NOWHERE
+from penstock.graph.start_times import NOTHING
 from penstock.ir.actions import COMPUTE
 from penstock.ir.dependencies import TRANSFERS
-from penstock.simulation.flow import DATA, POST, PROGRAM, USE
+from penstock.simulation.step_graph import DATA, POST, PROGRAM, USE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

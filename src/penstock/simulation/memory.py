@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.costs import Costs
-    from penstock.simulation.flow import Flow
+    from penstock.simulation.step_graph import Flow
 
     Floats = NDArray[np.float64]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.errors import CostsError, ModelError, ScheduleError
-from penstock.graph.models import CommModel
-from penstock.graph.timing import starts
+from penstock.graph.comm_model import CommModel
+from penstock.graph.start_times import starts
 from penstock.ir.numbers import whole_number
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs import Costs
-from penstock.simulation.flow import Flow, flow_of
+from penstock.simulation.step_graph import Flow, flow_of
 from penstock.simulation.timeline import Timeline
 
 #: More than so many, in all steps together, would not fit into memory.

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from penstock.errors import WriteError
-from penstock.graph.timing import NOTHING
+from penstock.graph.start_times import NOTHING
 from penstock.ir import packed
 from penstock.ir.actions import SEND_B, SEND_F, Action
 from penstock.simulation.extent import Extent, extent_of
-from penstock.simulation.flow import DATA
 from penstock.simulation.idle import CAUSES, Idle, intervals
 from penstock.simulation.memory import Held, held
+from penstock.simulation.step_graph import DATA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.ir.schedule import Schedule
     from penstock.simulation.costs import Costs
-    from penstock.simulation.flow import Flow
+    from penstock.simulation.step_graph import Flow
 
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import ModelError, ScheduleError, SizeError, VerificationError
-from penstock.graph.leaves import Leaves, too_sparse
-from penstock.graph.models import MODELS, CommModel
+from penstock.graph.action_table import Leaves, too_sparse
+from penstock.graph.comm_model import MODELS, CommModel
 from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, FORWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
 from penstock.ir.dependencies import OPERATIONS
 from penstock.ir.placement import first_gap
 from penstock.ir.schedule import Schedule
-from penstock.verification.complete import misplaced, missing, repeated
+from penstock.verification.completeness import misplaced, missing, repeated
 from penstock.verification.deadlock import deadlocked, is_free
 from penstock.verification.findings import Finding, found, told
 from penstock.verification.memory import over_memory
@@ -25,7 +25,7 @@ from penstock.verification.window import picture
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.leaves import Places
+    from penstock.graph.action_table import Places
     from penstock.ir.actions import ComputationType
     from penstock.verification.findings import Problem
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from penstock.graph.action_table import Leaves
 from penstock.graph.events import REASONS, event_graph, parts
-from penstock.graph.leaves import Leaves
-from penstock.graph.walk import UNREACHED, longest_path
+from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.ir import packed
 from penstock.ir.dependencies import OPERATIONS
 from penstock.verification.findings import Finding, Problem, action_at, position
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.graph.comm_model import CommModel
     from penstock.graph.events import EventGraph, Part
-    from penstock.graph.models import CommModel
     from penstock.ir.schedule import Schedule
 
     Ints = NDArray[np.signedinteger[Any]]

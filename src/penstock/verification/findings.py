@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.graph.leaves import Leaves
+    from penstock.graph.action_table import Leaves
     from penstock.ir.actions import Action
 
 #: More than this tells nobody more.

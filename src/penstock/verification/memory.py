@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.graph.leaves import NOWHERE
+from penstock.graph.action_table import NOWHERE
 from penstock.ir.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from penstock.verification.findings import Finding, Problem, action_at, at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
 
 #: What releases the activations of its stage and microbatch; an I needs them no less than the W after it.
 RELEASING: Final = (FULL_BACKWARD, BACKWARD_WEIGHT)

@@ -12,7 +12,7 @@ from penstock.verification.findings import Finding, Problem, action_at, at
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
 
 
 def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:

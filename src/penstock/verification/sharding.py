@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.graph.blocks import blocks, whole_rows
+from penstock.graph.array_blocks import blocks, whole_rows
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, RESHARD, UNSHARD, Action
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.graph.leaves import Leaves, Places
+    from penstock.graph.action_table import Leaves, Places
 
 
 def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.graph.blocks import blocks
-from penstock.graph.leaves import NOWHERE
+from penstock.graph.action_table import NOWHERE
+from penstock.graph.array_blocks import blocks
 from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
 from penstock.verification.findings import Finding, Problem, action_at, at
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.graph.leaves import Leaves
+    from penstock.graph.action_table import Leaves
     from penstock.ir.actions import ComputationType
     from penstock.ir.dependencies import Transfer
 

@@ -18,7 +18,7 @@ import numpy as np
 from penstock.errors import WriteError
 from penstock.ir import packed
 from penstock.simulation.timeline import WRITERS
-from penstock.view.blocks import NAMES, blocks_of
+from penstock.view.bars import NAMES, blocks_of
 from penstock.view.files import replacing
 from penstock.view.palette import IDLE, LOOKS, look_name
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.timeline import Timeline
-    from penstock.view.blocks import Blocks
+    from penstock.view.bars import Blocks
 
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]

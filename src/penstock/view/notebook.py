@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.ir import grid, packed
-from penstock.view.blocks import NAMES, Blocks, blocks_of, columns_of
+from penstock.view.bars import NAMES, Blocks, blocks_of, columns_of
 from penstock.view.palette import IDLE, LOOKS, look_name
 from penstock.view.ticks import ticks
 

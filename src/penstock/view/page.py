@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.errors import WriteError
 from penstock.simulation.timeline import WRITERS, Timeline
 from penstock.view.files import replacing
-from penstock.view.page_facts import facts_of_page
+from penstock.view.page_data import facts_of_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from penstock.ir import packed
-from penstock.view.blocks import NAMES, NOBODY, blocks_of, columns_of
+from penstock.view.bars import NAMES, NOBODY, blocks_of, columns_of
 from penstock.view.palette import IDLE, LOOKS
 from penstock.view.ticks import ticks
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.timeline import Timeline
-    from penstock.view.blocks import Blocks
+    from penstock.view.bars import Blocks
 
     Ints = NDArray[np.signedinteger[Any]]
 

@@ -18,7 +18,7 @@ from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
 from penstock.simulation.timeline import WRITERS
 from penstock.view.files import replacing
-from penstock.view.lanes import COMPUTE, IDLE, INSTANTS, LANE, Thread, parallel
+from penstock.view.trace_threads import COMPUTE, IDLE, INSTANTS, LANE, Thread, parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

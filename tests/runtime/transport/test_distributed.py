@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, StepError, TransportError
-from penstock.graph.models import CommModel
-from penstock.runtime.encoding import DTYPES
+from penstock.execution.wire_format import DTYPES
+from penstock.graph.comm_model import CommModel
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.protocol import Failure, Transport
 from runtime.workers import Ended, Workers

@@ -9,7 +9,7 @@ import torch
 import literal
 import penstock as ps
 from penstock.errors import StepError
-from penstock.graph.models import CommModel
+from penstock.graph.comm_model import CommModel
 from penstock.runtime.transport.threads import run_in_threads
 
 MODELS = [

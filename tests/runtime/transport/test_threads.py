@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from penstock.errors import MetadataError, StepError, TransportError
-from penstock.graph.models import CommModel
+from penstock.graph.comm_model import CommModel
 from penstock.runtime.transport.distributed import byte_each_way
-from penstock.runtime.transport.groups import by_bytes
+from penstock.runtime.transport.process_groups import by_bytes
 from penstock.runtime.transport.protocol import Failure, Transport
 from penstock.runtime.transport.threads import ThreadTransport, run_in_threads, thread_transports
 

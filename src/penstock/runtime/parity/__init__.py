@@ -8,7 +8,7 @@ All three count the loss of a microbatch as ``loss_reduction`` says. Whether tha
 question of its own: the loss function is called once more, with the outputs and targets of all microbatches as one.
 """
 
-from penstock.runtime.parity.probe import check_parity
+from penstock.runtime.parity.check import check_parity
 from penstock.runtime.parity.report import Difference, Parity, Reduction
 
 __all__ = ["Difference", "Parity", "Reduction", "check_parity"]

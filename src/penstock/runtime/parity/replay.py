@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from penstock.runtime.program import only_forwards
-from penstock.runtime.untouched import Buffers, drawing
+from penstock.execution.preserved_state import Buffers, drawing
+from penstock.execution.program import only_forwards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from penstock.execution.stage import Stage
+    from penstock.runtime.parity.reference_run import Visit
     from penstock.runtime.pipeline import Pipeline
-    from penstock.runtime.plain import Visit
-    from penstock.runtime.stage import Stage
 
 
 class Replay:

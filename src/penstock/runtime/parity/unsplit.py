@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.parity.comparing import Owned, difference
-from penstock.runtime.parity.leaving import taken
+from penstock.execution.preserved_state import copied
+from penstock.runtime.parity.comparison import Owned, difference
+from penstock.runtime.parity.preserve import taken
+from penstock.runtime.parity.reference_run import PlainRun
 from penstock.runtime.parity.replay import Replay
 from penstock.runtime.parity.report import HALVES, Difference
-from penstock.runtime.plain import PlainRun
-from penstock.runtime.untouched import copied
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.runtime.batches import Batch
-    from penstock.runtime.parity.comparing import Gradients
+    from penstock.runtime.parity.comparison import Gradients
+    from penstock.runtime.parity.reference_run import Visit
     from penstock.runtime.pipeline import Pipeline
-    from penstock.runtime.plain import Visit
 
 
 class Unsplit:

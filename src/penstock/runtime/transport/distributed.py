@@ -17,19 +17,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError, StepError, TransportError
-from penstock.runtime.transport.board import Board, Place
-from penstock.runtime.transport.failing import dead_error, label_of, peer_of, step_error
-from penstock.runtime.transport.groups import WARM_UP_TAG, OwnGroup, backend_for
+from penstock.execution.transport import Progress
+from penstock.runtime.transport.failure_messages import dead_error, label_of, peer_of, step_error
 from penstock.runtime.transport.mailbox import Mailbox, NoWordError
-from penstock.runtime.transport.protocol import Failure, Progress
-from penstock.runtime.transport.stores import own_connection, own_prefix
-from penstock.runtime.transport.watch import Watch, who_waits_for_whom
+from penstock.runtime.transport.process_groups import WARM_UP_TAG, OwnGroup, backend_for
+from penstock.runtime.transport.protocol import Failure
+from penstock.runtime.transport.status_board import Board, Place
+from penstock.runtime.transport.store_connections import own_connection, own_prefix
+from penstock.runtime.transport.watchdog import Watch, who_waits_for_whom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from penstock.runtime.transport.groups import Post, Work
     from penstock.runtime.transport.mailbox import Awaited
+    from penstock.runtime.transport.process_groups import Post, Work
 
 Posted = TypeVar("Posted")
 

@@ -13,7 +13,7 @@ import torch
 from penstock.errors import MetadataError
 
 if TYPE_CHECKING:
-    from penstock.graph.models import CommModel
+    from penstock.graph.comm_model import CommModel
 
     #: The rank that sends, the rank that receives, the tag.
     Message = tuple[int, int, int]

@@ -10,37 +10,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.graph.models import CommModel
-
-
-class Pending(Protocol):
-    """A transfer that has been posted."""
-
-    def wait(self) -> object:
-        """Return when it is done; raise if it never will be."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a rank is in its list of operations. The executor writes it, others read it.
-
-    Attributes:
-        labels: the text of every operation, in order, e.g. ``2F0``.
-        peers: for every operation, the rank that it may have to wait for, or None.
-        waits: for every operation, the text of what it waits for then, e.g. ``2RECV_F0``.
-        step: how many steps have begun.
-        index: the operation under way; -1 between steps.
-        waiting: whether it waits; None if it does not tell.
-        call: what the user has called last.
-    """
-
-    labels: Sequence[str] = ()
-    peers: Sequence[int | None] = ()
-    waits: Sequence[str] = ()
-    step: int = 0
-    index: int = -1
-    waiting: bool | None = None
-    call: str = "exchange()"
+    from penstock.execution.transport import Pending, Progress
+    from penstock.graph.comm_model import CommModel
 
 
 @dataclass(frozen=True, slots=True)

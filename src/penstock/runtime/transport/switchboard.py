@@ -6,12 +6,12 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.runtime.transport.failing import chain, dead_error, step_error
+from penstock.runtime.transport.failure_messages import chain, dead_error, step_error
 from penstock.runtime.transport.lanes import Lanes, Operation
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
-    from penstock.graph.models import CommModel
+    from penstock.graph.comm_model import CommModel
 
 
 class Wait(NamedTuple):

@@ -8,10 +8,11 @@ import traceback
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.errors import StepError, TransportError
-from penstock.graph.models import CommModel
-from penstock.runtime.transport.failing import label_of
+from penstock.execution.transport import Progress
+from penstock.graph.comm_model import CommModel
+from penstock.runtime.transport.failure_messages import label_of
 from penstock.runtime.transport.lanes import Operation
-from penstock.runtime.transport.protocol import Failure, Progress
+from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.switchboard import Switchboard
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.runtime.transport.protocol import Pending
+    from penstock.execution.transport import Pending
 
 Result = TypeVar("Result")
 

@@ -1,0 +1,469 @@
+"""How values get from one stage to the next, and gradients back.
+
+An edge makes, for each microbatch, the functions that the operations of a rank are built from: *give* and *take* at the
+ends of the stages, *send* and *receive* for transfers between ranks. What can be known beforehand is worked out when
+they are made; they run once per microbatch and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from penstock.errors import MetadataError, StageError
+from penstock.execution.autograd import edge_of
+from penstock.execution.step import Operation, Step
+from penstock.execution.value_spec import (
+    EdgeMeta,
+    TensorMeta,
+    describe,
+    flatten,
+    leaves_of,
+    mismatch,
+    wire,
+)
+from penstock.execution.wire_format import HEADER_BYTES, header_tensor, read_header
+
+if TYPE_CHECKING:
+    from penstock.execution.transport import Link
+
+Tensors = Sequence[torch.Tensor]
+#: What a stage is called with, and which tensors of it need a gradient; None if there is no such microbatch.
+Taken = tuple[tuple[Any, ...], Tensors] | None
+Take = Callable[[Step], Taken]
+#: Takes an output; returns where its graph begins.
+Give = Callable[[Step, Any], Sequence[GradientEdge]]
+TakeGradients = Callable[[Step], Sequence[torch.Tensor | None]]
+GiveGradients = Callable[[Step, Sequence[torch.Tensor | None], Tensors], None]
+
+#: What goes on instead of a value where a batch has fewer samples than there are microbatches.
+ABSENT: Final = "\0no microbatch"
+
+
+class Edge(Protocol):
+    """The way from a stage to the next one."""
+
+    def give(self, microbatch: int) -> Give:
+        """For the end of a forward."""
+
+    def take(self, microbatch: int) -> Take:
+        """For the beginning of the next stage's forward."""
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """For the end of that stage's backward."""
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """For the beginning of a backward."""
+
+    def send(self, microbatch: int) -> Operation | None:
+        """SEND_F; None if there is nothing to do."""
+
+    def receive(self, microbatch: int) -> Operation | None:
+        """RECV_F."""
+
+    def send_gradients(self, microbatch: int) -> Operation | None:
+        """SEND_B."""
+
+    def receive_gradients(self, microbatch: int) -> Operation | None:
+        """RECV_B."""
+
+
+def arguments(value: Any) -> tuple[Any, ...]:
+    """What the next stage is called with: the elements of a tuple, or the value."""
+    return value if type(value) is tuple else (value,)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor has been changed in place; without gradients nobody counts, and it is not asked."""
+    return tensor._version if torch.is_grad_enabled() else None
+
+
+def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
+    """Refuse what a stage has changed after it returned it, for what has been received may be either."""
+    if version is not None and tensor._version != version:
+        raise StageError(
+            f"a stage has changed a tensor in place after it returned it, while it was on its way "
+            f"({TensorMeta.of(tensor)}); return a clone of it"
+        )
+
+
+def roots_of(tensors: Tensors) -> list[GradientEdge]:
+    """Where the graphs of tensors that need a gradient begin."""
+    return [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
+
+
+class Local:
+    """An edge between two stages of one rank."""
+
+    def __init__(self, stage: int, microbatches: int) -> None:
+        self._base = stage * microbatches
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key = self._base + microbatch
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            if isinstance(output, torch.Tensor):
+                step.handed[key] = output, version_of(output)
+                return (edge_of(output),) if output.requires_grad else ()
+            leaves = () if output is ABSENT else leaves_of(output)
+            step.handed[key] = output, [version_of(leaf) for leaf in leaves]
+            return roots_of(leaves)
+
+        return give
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key = self._base + microbatch
+
+        def take(step: Step) -> Taken:
+            output, versions = step.handed.pop(key)
+            if output is ABSENT:
+                return None
+            if isinstance(output, torch.Tensor):
+                check_unchanged(output, versions)
+                cut = output.detach()
+                if output.requires_grad:
+                    return (cut,), (cut.requires_grad_(),)
+                return (cut,), ()
+            leaves, meta = flatten(output)
+            if len(leaves) != len(versions):
+                raise StageError(
+                    f"a stage has changed a container after it returned it: it had {len(versions)} tensors and has "
+                    f"{len(leaves)}; return a new one for every microbatch"
+                )
+            for leaf, version in zip(leaves, versions, strict=True):
+                check_unchanged(leaf, version)
+            cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
+            return arguments(meta.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad]
+
+        return take
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], _inputs: Tensors) -> None:
+            step.handed_gradients[key] = gradients
+
+        return give
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key = self._base + microbatch
+        return lambda step: step.handed_gradients.pop(key)
+
+    def send(self, microbatch: int) -> None:
+        """SEND_F."""
+
+    def receive(self, microbatch: int) -> None:
+        """RECV_F."""
+
+    def send_gradients(self, microbatch: int) -> None:
+        """SEND_B."""
+
+    def receive_gradients(self, microbatch: int) -> None:
+        """RECV_B."""
+
+
+def present(gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> Tensors:
+    """The gradients, with zeros for an input that nothing depends on."""
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for gradient, tensor in zip(gradients, inputs, strict=True)
+    ]
+
+
+class _Remote:
+    """What the two kinds of edges between ranks have in common: gradients, whose shapes the activations tell."""
+
+    def __init__(self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device) -> None:
+        self._stage = stage
+        self._base = stage * microbatches
+        self._transport = transport
+        self._peer = peer
+        self._device = device
+
+    @property
+    def _sender(self) -> str:
+        return f"stage {self._stage}"
+
+    @property
+    def _receiver(self) -> str:
+        return f"stage {self._stage + 1}"
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
+            step.leaving_gradients[key] = [
+                like(gradient, tensor) for gradient, tensor in zip(present(gradients, inputs), inputs, strict=True)
+            ]
+
+        return give
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key, progress = self._base + microbatch, self._transport.progress
+
+        def take(step: Step) -> Tensors:
+            buffers: Tensors
+            buffers, pending = step.arriving_gradients.pop(key)
+            progress.waiting = True
+            for transfer in pending:
+                transfer.wait()
+            progress.waiting = False
+            return buffers
+
+        return take
+
+    def _send_gradients(self, microbatch: int) -> Operation:
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key + 1
+
+        def operation(step: Step) -> None:
+            tensors = step.leaving_gradients.pop(key)
+            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
+
+        return operation
+
+
+def like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The gradient in the layout of its tensor, which is what the other side expects."""
+    if gradient.stride() == tensor.stride() and not (gradient.is_conj() or gradient.is_neg()):
+        return gradient
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(gradient)
+
+
+class Agreed(_Remote):
+    """An edge between ranks, over which goes what was agreed beforehand."""
+
+    def __init__(
+        self,
+        stage: int,
+        transport: Link,
+        peer: int,
+        device: torch.device,
+        metas: Sequence[EdgeMeta],
+    ) -> None:
+        super().__init__(stage, len(metas), transport, peer, device)
+        self._metas = metas
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, meta = self._base + microbatch, self._metas[microbatch]
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            if not meta.matches(output):
+                raise self._unlike(meta, output)
+            leaves = leaves_of(output)
+            step.leaving[key] = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            return roots_of(leaves)
+
+        return give
+
+    def _unlike(self, meta: EdgeMeta, output: Any) -> MetadataError:
+        error = mismatch(meta, describe(output), sender=self._sender, receiver=self._receiver)
+        return error or MetadataError(f"{self._sender} gives a value that cannot be sent: {output!r}")
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key, meta = self._base + microbatch, self._metas[microbatch]
+        needs, progress = [one.requires_grad for one in meta.tensors], self._transport.progress
+
+        def take(step: Step) -> Taken:
+            buffers, pending = step.arriving.pop(key)
+            progress.waiting = True
+            for transfer in pending:
+                transfer.wait()
+            progress.waiting = False
+            inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
+            return arguments(meta.unflatten(buffers)), inputs
+
+        return take
+
+    def send(self, microbatch: int) -> Operation:
+        """SEND_F."""
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key
+
+        def operation(step: Step) -> None:
+            tensors = step.leaving.pop(key)
+            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
+
+        return operation
+
+    def receive(self, microbatch: int) -> Operation:
+        """RECV_F."""
+        return self._receiving(microbatch, self._metas[microbatch].tensors, "arriving", 0)
+
+    def send_gradients(self, microbatch: int) -> Operation | None:
+        """SEND_B."""
+        return self._send_gradients(microbatch) if self._returning(microbatch) else None
+
+    def receive_gradients(self, microbatch: int) -> Operation | None:
+        """RECV_B."""
+        returning = self._returning(microbatch)
+        return self._receiving(microbatch, returning, "arriving_gradients", 1) if returning else None
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        return super().take_gradients(microbatch) if self._returning(microbatch) else lambda _: ()
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        return super().give_gradients(microbatch) if self._returning(microbatch) else lambda *_: None
+
+    def _returning(self, microbatch: int) -> list[TensorMeta]:
+        return [meta for meta in self._metas[microbatch].tensors if meta.requires_grad]
+
+    def _receiving(self, microbatch: int, metas: Sequence[TensorMeta], where: str, kind: int) -> Operation:
+        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        tag = 2 * key + kind
+        layouts = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
+
+        def operation(step: Step) -> None:
+            buffers = [
+                torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in layouts
+            ]
+            getattr(step, where)[key] = buffers, [receive(wire(buffer), peer, tag) for buffer in buffers]
+
+        return operation
+
+
+class Announced(_Remote):
+    """An edge between ranks, over which every value is described before it goes: shapes may vary."""
+
+    def __init__(
+        self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device, first_tag: int = 0
+    ) -> None:
+        super().__init__(stage, microbatches, transport, peer, device)
+        self._first_tag = first_tag
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, device = self._base + microbatch, self._device
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            leaves, meta = flatten((step.samples.get(microbatch), output))
+            step.metas[key] = meta  # for the gradients, which may be asked for before this is sent
+            header = [part.to(device) for part in header_tensor(meta) if part is not None]
+            tensors = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            step.leaving[key] = [*header, *tensors]
+            return roots_of(leaves)
+
+        return give
+
+    def send(self, microbatch: int) -> Operation:
+        """SEND_F."""
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        place = 2 * key
+        tag = self._first_tag + place
+
+        def operation(step: Step) -> None:
+            tensors = step.leaving.pop(key)
+            step.sending[place] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
+
+        return operation
+
+    def receive(self, microbatch: int) -> Operation:
+        """The header; what it announces is received when it is there.
+
+        A transport that knows messages by their tags can do that when the value is needed. With another one it has to
+        be in the order of messages, so the header is waited for at once.
+        """
+        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        tag = self._first_tag + 2 * key
+        tagged = self._transport.model.lanes == "message"
+
+        def announced(step: Step) -> None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+            step.arriving[key] = header, receive(header, peer, tag)
+            if not tagged:
+                step.arriving[key] = self._announced(header, step.arriving[key][1], tag)
+
+        return announced
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key = self._base + microbatch
+        tag = self._first_tag + 2 * key
+        tagged, progress = self._transport.model.lanes == "message", self._transport.progress
+
+        def take(step: Step) -> Taken:
+            coming: Any = step.arriving.pop(key)
+            progress.waiting = True
+            meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
+            for transfer in pending:
+                transfer.wait()
+            progress.waiting = False
+            value = self._with_samples(step, microbatch, meta.unflatten(buffers))
+            if isinstance(value, str) and value == ABSENT:
+                return None
+            inputs = [
+                buffer.requires_grad_()
+                for buffer, one in zip(buffers, meta.tensors, strict=True)
+                if one.requires_grad and torch.is_grad_enabled()
+            ]
+            return arguments(value), inputs
+
+        return take
+
+    def _with_samples(self, step: Step, microbatch: int, told: Any) -> Any:
+        """The value in what was sent: the number of samples, if it is known, goes before it."""
+        if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], int | None):
+            raise MetadataError(f"what {self._sender} sent to {self._receiver} does not begin with a number of samples")
+        if told[0] is not None:
+            step.samples[microbatch] = told[0]
+        return told[1]
+
+    def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[EdgeMeta, Tensors, Sequence[Any]]:
+        """Read a header, and receive what it announces."""
+        transfer.wait()
+        try:
+            meta = read_header(header)
+            if isinstance(meta, int):
+                overflow = torch.empty(meta, dtype=torch.uint8, device=self._device)
+                self._transport.receive(overflow, self._peer, tag).wait()
+                meta = read_header(header, overflow)
+        except MetadataError as error:
+            told = f"what {self._sender} announced to {self._receiver} is damaged: {error}"
+            raise MetadataError(told) from error
+        meta = cast("EdgeMeta", meta)
+        buffers = [one.empty(self._device) for one in meta.tensors]
+        return meta, buffers, [self._transport.receive(wire(buffer), self._peer, tag) for buffer in buffers]
+
+    def send_gradients(self, microbatch: int) -> Operation:
+        """SEND_B."""
+        return self._send_gradients(microbatch)
+
+    def receive_gradients(self, microbatch: int) -> Operation:
+        """RECV_B."""
+        key = self._base + microbatch
+
+        def operation(step: Step) -> None:
+            if key in step.metas:  # else it is asked for ahead of the forward, and received when it is needed
+                self._post_gradients(step, key)
+
+        return operation
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key = self._base + microbatch
+        take = super().take_gradients(microbatch)
+
+        def take_posted(step: Step) -> Sequence[torch.Tensor | None]:
+            if key not in step.arriving_gradients:
+                self._post_gradients(step, key)
+            return take(step)
+
+        return take_posted
+
+    def _post_gradients(self, step: Step, key: int) -> None:
+        buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
+        receive, peer, tag = self._transport.receive, self._peer, 2 * key + 1
+        step.arriving_gradients[key] = buffers, [receive(wire(buffer), peer, tag) for buffer in buffers]

@@ -1,0 +1,29 @@
+"""Which microbatches have equal shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.execution.trees import tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+#: The kind of each microbatch; microbatches of one kind have equal shapes.
+Kinds = tuple[int, ...]
+
+
+def kinds_of(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[Kinds, tuple[Any, ...]]:
+    """Which microbatches have equal shapes, and what tells them apart.
+
+    >>> import torch
+    >>> kinds_of([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)], [{}, {}, {}])[0]
+    (0, 0, 1)
+    """
+    seen: dict[Any, int] = {}
+    signatures = [_signature(one) + _signature(other) for one, other in zip(args, kwargs, strict=True)]
+    return tuple([seen.setdefault(signature, len(seen)) for signature in signatures]), tuple(seen)
+
+
+def _signature(values: tuple[Any, ...] | dict[str, Any]) -> tuple[Any, ...]:
+    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors_in(values)]) if values else ()

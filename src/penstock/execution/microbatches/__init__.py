@@ -1,0 +1,1 @@
+"""How a batch is split into microbatches, and their outputs merged."""

@@ -1,0 +1,228 @@
+"""What a rank does for each action: functions of the step, made once, with everything bound that can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.errors import StageError
+from penstock.execution.edges import ABSENT
+from penstock.execution.step import Flight
+from penstock.execution.trees import map_tensors
+from penstock.ir.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    FULL_BACKWARD,
+    OVERLAP_F_B,
+    RECV_B,
+    RECV_F,
+    REDUCE_GRAD,
+    RESHARD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.execution.edges import Edge, Give, GiveGradients, Take, TakeGradients
+    from penstock.execution.stage import Stage
+    from penstock.execution.step import Operation, Step
+    from penstock.ir.actions import Action, ComputationType
+
+    LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class Workplace:
+    """All that the operations of one rank work with.
+
+    Attributes:
+        stages: the stages of this rank.
+        edges: the edges to and from them, by the stage that they come from.
+        count: how many stages the pipeline has.
+        microbatches: how many microbatches.
+        loss_fn: the loss of an output and a target; None for a forward alone.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        edges: Mapping[int, Edge],
+        *,
+        count: int,
+        microbatches: int,
+        loss_fn: LossFunction | None,
+    ) -> None:
+        self.stages = stages
+        self.edges = edges
+        self.count = count
+        self.microbatches = microbatches
+        self.loss_fn = loss_fn
+
+    def operation(self, action: Action, part: Callable[[Action], Operation | None] | None = None) -> Operation | None:
+        """What to do for an action; None if there is nothing. `part` makes the operations of an overlap's parts."""
+        if action.computation_type is OVERLAP_F_B:
+            return _in_turn([made for one in action.leaves if (made := (part or self.operation)(one))])
+        return _MAKERS[action.computation_type](self, action)
+
+    def _slot(self, action: Action) -> int:
+        return action.stage_index * self.microbatches + _microbatch(action)
+
+    def _forward(self, action: Action) -> Operation:
+        stage, microbatch = self.stages[action.stage_index], _microbatch(action)
+        take = self._take(stage.index, microbatch)
+        give = self._give(stage, microbatch)
+        module, slot, changes_inputs = stage.module, self._slot(action), stage.changes_inputs
+
+        def forward(step: Step) -> None:
+            taken = take(step)
+            if taken is None:
+                give(step, ABSENT)
+                return
+            args, inputs = taken
+            if changes_inputs:
+                args = stage.fresh(args)
+            roots = give(step, module(*args, **step.kwargs[microbatch]))
+            step.flights[slot] = Flight(roots, inputs)
+
+        return forward
+
+    def _take(self, stage: int, microbatch: int) -> Take:
+        if stage > 0:
+            return self.edges[stage - 1].take(microbatch)
+
+        def take(step: Step) -> Any:
+            return (step.args[microbatch], ()) if microbatch < len(step.args) else None
+
+        return take
+
+    def _give(self, stage: Stage, microbatch: int) -> Give:
+        if stage.index < self.count - 1:
+            return self.edges[stage.index].give(microbatch)
+        loss_fn = self.loss_fn
+
+        def give(step: Step, output: Any) -> Any:
+            if step.outputs is not None:
+                step.outputs[microbatch] = output if output is ABSENT else without_history(output)
+            if loss_fn is None or output is ABSENT:
+                return ()
+            if step.samples:
+                step.check_samples(microbatch)
+            loss = loss_of(loss_fn, output, step.targets[microbatch])
+            roots = stage.loss_root(loss, output)
+            step.losses[microbatch] = loss = loss.detach()
+            if roots:
+                step.seeds[microbatch] = step.seed(loss, step.shares[microbatch])
+            return roots
+
+        return give
+
+    def _backward(self, action: Action) -> Operation:
+        stage, slot = self.stages[action.stage_index], self._slot(action)
+        take, give = self._take_gradients(action), self._give_gradients(action)
+
+        def backward(step: Step) -> None:
+            gradients = take(step)
+            flight = step.flights.pop(slot)
+            give(step, stage.backward(flight, gradients), flight.inputs)
+
+        return backward
+
+    def _input_backward(self, action: Action) -> Operation:
+        stage, slot = self.stages[action.stage_index], self._slot(action)
+        take, give = self._take_gradients(action), self._give_gradients(action)
+
+        def input_backward(step: Step) -> None:
+            gradients = take(step)
+            flight = step.flights.pop(slot)
+            found, step.deferred[slot] = stage.input_backward(flight, gradients)
+            give(step, found, flight.inputs)
+
+        return input_backward
+
+    def _weight_backward(self, action: Action) -> Operation:
+        slot = self._slot(action)
+        return lambda step: step.deferred.pop(slot)()
+
+    def _take_gradients(self, action: Action) -> TakeGradients:
+        stage, microbatch = action.stage_index, _microbatch(action)
+        if stage < self.count - 1:
+            return self.edges[stage].take_gradients(microbatch)
+        return lambda step: step.seeds.pop(microbatch, ())
+
+    def _give_gradients(self, action: Action) -> GiveGradients:
+        if action.stage_index > 0:
+            return self.edges[action.stage_index - 1].give_gradients(_microbatch(action))
+        return lambda *_: None
+
+    def _send(self, action: Action) -> Operation | None:
+        return self.edges[action.stage_index].send(_microbatch(action))
+
+    def _receive(self, action: Action) -> Operation | None:
+        return self.edges[action.stage_index - 1].receive(_microbatch(action))
+
+    def _send_gradients(self, action: Action) -> Operation | None:
+        return self.edges[action.stage_index - 1].send_gradients(_microbatch(action))
+
+    def _receive_gradients(self, action: Action) -> Operation | None:
+        return self.edges[action.stage_index].receive_gradients(_microbatch(action))
+
+    def _unshard(self, action: Action) -> Operation | None:
+        parallel = self.stages[action.stage_index].parallel
+        return None if parallel is None else lambda _: parallel.unshard()
+
+    def _reshard(self, action: Action) -> Operation | None:
+        parallel = self.stages[action.stage_index].parallel
+        return None if parallel is None else lambda _: parallel.reshard()
+
+    def _reduce(self, action: Action) -> Operation | None:
+        parallel = self.stages[action.stage_index].parallel
+        return None if parallel is None else lambda _: parallel.reduce()
+
+
+def loss_of(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
+    """The loss of a microbatch; a target that is missing is named."""
+    try:
+        return loss_fn(output, target)
+    except Exception as error:
+        if target is not None:
+            raise
+        raise StageError(
+            f"loss_fn raised {type(error).__name__}: {error}; it was called without a target: pass target= on the rank "
+            "of the last stage"
+        ) from error
+
+
+def _in_turn(parts: Sequence[Operation]) -> Operation:
+    def in_turn(step: Step) -> None:
+        for part in parts:
+            part(step)
+
+    return in_turn
+
+
+def _microbatch(action: Action) -> int:
+    return action.microbatch_index or 0
+
+
+def without_history(output: Any) -> Any:
+    """The same tensors, cut off from what made them."""
+    return map_tensors(torch.Tensor.detach, output)
+
+
+_MAKERS: Mapping[ComputationType, Callable[[Workplace, Action], Operation | None]] = {
+    FORWARD: Workplace._forward,
+    FULL_BACKWARD: Workplace._backward,
+    BACKWARD_INPUT: Workplace._input_backward,
+    BACKWARD_WEIGHT: Workplace._weight_backward,
+    SEND_F: Workplace._send,
+    RECV_F: Workplace._receive,
+    SEND_B: Workplace._send_gradients,
+    RECV_B: Workplace._receive_gradients,
+    UNSHARD: Workplace._unshard,
+    RESHARD: Workplace._reshard,
+    REDUCE_GRAD: Workplace._reduce,
+}

@@ -1,0 +1,116 @@
+"""An edge between ranks over which one tensor goes that needs a gradient: what most edges are.
+
+It does what ``Agreed`` does for any number of tensors, without lists of one, which take as long as what is done with
+their elements.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.execution.autograd import edge_of
+from penstock.execution.edges import Agreed, like
+from penstock.execution.value_spec import wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.autograd.graph import GradientEdge
+
+    from penstock.execution.edges import Give, GiveGradients, Take, TakeGradients, Taken, Tensors
+    from penstock.execution.step import Operation, Step
+    from penstock.execution.value_spec import EdgeMeta, TensorMeta
+
+
+def is_single(metas: Sequence[EdgeMeta]) -> bool:
+    """Whether what goes over an edge is one tensor that needs a gradient, for every microbatch."""
+    return all(meta.is_single and meta.tensors[0].requires_grad for meta in metas)
+
+
+class Single(Agreed):
+    """Such an edge."""
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, meta = self._base + microbatch, self._metas[microbatch]
+        (one,) = meta.tensors
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            if not (isinstance(output, torch.Tensor) and one.fits(output)):
+                raise self._unlike(meta, output)
+            step.leaving[key] = one.arranged(output)
+            return (edge_of(output),)
+
+        return give
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key, progress = self._base + microbatch, self._transport.progress
+
+        def take(step: Step) -> Taken:
+            buffer, transfer = step.arriving.pop(key)
+            progress.waiting = True
+            transfer.wait()
+            progress.waiting = False
+            inputs = (buffer.requires_grad_(),)
+            return inputs, inputs
+
+        return take
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradient of the input for the stage before."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
+            (gradient,), (tensor,) = gradients, inputs
+            step.leaving_gradients[key] = like(torch.zeros_like(tensor) if gradient is None else gradient, tensor)
+
+        return give
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradient of the output."""
+        key, progress = self._base + microbatch, self._transport.progress
+
+        def take(step: Step) -> Tensors:
+            buffer, transfer = step.arriving_gradients.pop(key)
+            progress.waiting = True
+            transfer.wait()
+            progress.waiting = False
+            return (buffer,)
+
+        return take
+
+    def send(self, microbatch: int) -> Operation:
+        """SEND_F."""
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key
+
+        def operation(step: Step) -> None:
+            tensor = step.leaving.pop(key)
+            step.sending[tag] = ((send(wire(tensor), peer, tag), tensor, tensor._version),)
+
+        return operation
+
+    def send_gradients(self, microbatch: int) -> Operation:
+        """SEND_B."""
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key + 1
+
+        def operation(step: Step) -> None:
+            tensor = step.leaving_gradients.pop(key)
+            step.sending[tag] = ((send(wire(tensor), peer, tag), tensor, tensor._version),)
+
+        return operation
+
+    def _receiving(self, microbatch: int, metas: Sequence[TensorMeta], where: str, kind: int) -> Operation:
+        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        tag = 2 * key + kind
+        ((shape, stride, dtype),) = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
+
+        def operation(step: Step) -> None:
+            buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            getattr(step, where)[key] = buffer, receive(wire(buffer), peer, tag)
+
+        return operation

@@ -1,0 +1,142 @@
+"""What lives for one step: everything that is under way between the operations of a rank, and nothing afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from penstock.errors import MicrobatchError
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
+    from penstock.execution.transport import Pending
+    from penstock.execution.value_spec import EdgeMeta
+
+    Tensors = Sequence[torch.Tensor]
+
+
+class Flight(NamedTuple):
+    """A microbatch in a stage, between its forward and its backward.
+
+    Attributes:
+        roots: where its graph begins: an edge for each output that needs a gradient, or for the loss.
+        inputs: the tensors that came from the stage before and need a gradient.
+    """
+
+    roots: Sequence[GradientEdge]
+    inputs: Tensors
+
+
+class Step:
+    """The state of one step on one rank.
+
+    Values between stages are kept by a key that names edge and microbatch, the rest by one that names stage and
+    microbatch. Whatever takes something out of here takes it away, so that it lives no longer than it is needed.
+
+    Attributes:
+        args: the positional arguments of the first stage, for each microbatch.
+        kwargs: the keyword arguments of every stage, for each microbatch.
+        targets: what the loss function gets beside the output, for each microbatch.
+        shares: what each microbatch's loss counts for in that of the batch.
+        seeds: the gradient of each loss that has been computed.
+        last_seed: the one that was made last, and for which share.
+        losses: the loss of each microbatch, without history, where it is computed.
+        outputs: the output of each microbatch, if they are to be kept.
+        arriving: activations that have been asked for.
+        handed: activations from a stage of the same rank.
+        leaving: activations that have yet to be sent.
+        metas: the description of each activation that was sent, where it varies.
+        sending: what has been sent but not been waited for: transfers, each with its tensor and the version of that.
+        samples: how many samples each microbatch has: known at the first stage, and told with what varies.
+        target_samples: how many each target has, if they are to be compared.
+        flights: microbatches between forward and backward.
+        deferred: weight gradients to be computed.
+    """
+
+    __slots__ = (
+        "args",
+        "arriving",
+        "arriving_gradients",
+        "deferred",
+        "flights",
+        "handed",
+        "handed_gradients",
+        "kwargs",
+        "last_seed",
+        "leaving",
+        "leaving_gradients",
+        "losses",
+        "metas",
+        "outputs",
+        "samples",
+        "seeds",
+        "sending",
+        "shares",
+        "target_samples",
+        "targets",
+    )
+
+    def __init__(
+        self,
+        microbatches: int,
+        *,
+        args: Sequence[tuple[Any, ...]] = (),
+        kwargs: Sequence[dict[str, Any]] = (),
+        targets: Sequence[Any] = (),
+        shares: Sequence[float] = (),
+        samples: Sequence[int] = (),
+        target_samples: Sequence[int] = (),
+        keep_outputs: bool = False,
+    ) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.targets = targets
+        self.shares = shares
+        self.seeds: dict[int, Tensors] = {}
+        self.last_seed: tuple[torch.Tensor, float] | None = None
+        self.losses: list[torch.Tensor | None] = [None] * microbatches
+        self.outputs: list[Any] | None = [None] * microbatches if keep_outputs else None
+        self.arriving: dict[int, Any] = {}
+        self.handed: dict[int, Any] = {}
+        self.leaving: dict[int, Any] = {}
+        self.metas: dict[int, EdgeMeta] = {}
+        self.arriving_gradients: dict[int, Any] = {}
+        self.handed_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
+        self.leaving_gradients: dict[int, Any] = {}
+        self.sending: dict[int, Sequence[tuple[Pending, torch.Tensor, int | None]]] = {}
+        self.samples = dict(enumerate(samples))
+        self.target_samples = target_samples
+        self.flights: dict[int, Flight] = {}
+        self.deferred: dict[int, Callable[[], None]] = {}
+
+    def seed(self, loss: torch.Tensor, share: float) -> Tensors:
+        """What the backward of a loss begins with; as a rule the same for all microbatches, and made once."""
+        if self.last_seed is not None:
+            seed, its_share = self.last_seed
+            if share == its_share and seed.shape == loss.shape and seed.dtype == loss.dtype:
+                return (seed,)
+        seed = torch.full_like(loss, share)
+        self.last_seed = seed, share
+        return (seed,)
+
+    def check_samples(self, microbatch: int) -> None:
+        """Refuse a microbatch whose target is of another size: a loss function might not notice."""
+        known = self.samples.get(microbatch)
+        if self.target_samples and known is not None and known != self.target_samples[microbatch]:
+            raise unlike_samples([known], [self.target_samples[microbatch]])
+
+
+def unlike_samples(samples: Sequence[int], targets: Sequence[int], hint: str = "") -> MicrobatchError:
+    """The error for a target that is not of the size of the batch."""
+    return MicrobatchError(
+        f"the target has {sum(targets)} samples (by microbatch {list(targets)}), what the first stage got has "
+        f"{sum(samples)} ({list(samples)}); give both of the same batch, or a target that is split already: "
+        f"Microbatches([...]){hint}",
+        name="target",
+    )
+
+
+Operation = Callable[[Step], None]

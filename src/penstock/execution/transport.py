@@ -1,0 +1,56 @@
+"""What running an action asks of a transport: posting transfers, and knowing where the rank is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from penstock.graph.comm_model import CommModel
+
+
+class Pending(Protocol):
+    """A transfer that has been posted."""
+
+    def wait(self) -> object:
+        """Return when it is done; raise if it never will be."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a rank is in its list of operations. The executor writes it, others read it.
+
+    Attributes:
+        labels: the text of every operation, in order, e.g. ``2F0``.
+        peers: for every operation, the rank that it may have to wait for, or None.
+        waits: for every operation, the text of what it waits for then, e.g. ``2RECV_F0``.
+        step: how many steps have begun.
+        index: the operation under way; -1 between steps.
+        waiting: whether it waits; None if it does not tell.
+        call: what the user has called last.
+    """
+
+    labels: Sequence[str] = ()
+    peers: Sequence[int | None] = ()
+    waits: Sequence[str] = ()
+    step: int = 0
+    index: int = -1
+    waiting: bool | None = None
+    call: str = "exchange()"
+
+
+class Link(Protocol):
+    """Moves tensors between the ranks of one pipeline."""
+
+    model: CommModel
+    progress: Progress
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Post a send of a contiguous tensor, which must not change until it is done."""
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Post a receive into a contiguous tensor."""

@@ -1,0 +1,251 @@
+"""What crosses an edge between stages, described."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.errors import MetadataError
+from penstock.execution.trees import (
+    SLOT,
+    Branch,
+    Constant,
+    Path,
+    Slot,
+    Structure,
+    flat,
+    gather,
+    paths,
+    rebuild,
+    structure_of,
+    written,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """All that a receiver must know of a tensor before it comes.
+
+    >>> print(TensorMeta.of(torch.zeros(4, 128, 32)))
+    float32[4, 128, 32]
+
+    Attributes:
+        shape: its sizes.
+        dtype: its element type.
+        requires_grad: whether a gradient comes back for it.
+        stride: the layout in which it is sent: dense, in the order of dimensions that the sender's tensor has.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Describe a tensor. One with holes or overlaps is described as its dense copy will be.
+
+        >>> TensorMeta.of(torch.zeros(2, 3).T).stride, TensorMeta.of(torch.zeros(2, 6)[:, ::2]).stride
+        ((1, 3), (3, 1))
+        """
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+            _refuse_unplain(tensor)
+        stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, stride)
+
+    def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def fits(self, tensor: torch.Tensor, *, gradients: bool = True) -> bool:
+        """Whether shape and element type are these; requires_grad too, if ``gradients``. Layout does not count."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and (not gradients or tensor.requires_grad is self.requires_grad)
+        )
+
+    def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor in the layout that was agreed: itself where it has it, else a copy (without history)."""
+        if tensor.stride() == self.stride and not (tensor.is_conj() or tensor.is_neg()):
+            return tensor
+        return self.empty(tensor.device).copy_(tensor.detach())
+
+    def __str__(self) -> str:
+        return f"{_name(self.dtype)}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeMeta:
+    """What one stage gives to the next: where its tensors are, how each looks, and all else by value.
+
+    >>> leaves, meta = flatten((torch.ones(2), {"scale": 0.5, "mask": None}))
+    >>> meta.unflatten(leaves)
+    (tensor([1., 1.]), {'scale': 0.5, 'mask': None})
+    """
+
+    structure: Structure
+    tensors: tuple[TensorMeta, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the value is one tensor, and no container around it."""
+        return self.structure is SLOT
+
+    def matches(self, value: Any, *, gradients: bool = True) -> bool:
+        """Whether a value is as described, by shape and element type; ``gradients`` compares requires_grad as well.
+
+        The layout of tensors does not count, because the sender can arrange it.
+        """
+        return self.accept(value, gradients=gradients) is not None
+
+    def accept(self, value: Any, *, gradients: bool = True) -> Sequence[torch.Tensor] | None:
+        """The tensors of a value that ``matches``, in order; None if it does not."""
+        if self.structure is SLOT:
+            fits = isinstance(value, torch.Tensor) and self.tensors[0].fits(value, gradients=gradients)
+            return (value,) if fits else None
+        leaves = self._leaves(value)
+        if leaves is None:
+            return None
+        for meta, tensor in zip(self.tensors, leaves, strict=True):
+            if not meta.fits(tensor, gradients=gradients):
+                return None
+        return leaves
+
+    def _leaves(self, value: Any) -> Sequence[torch.Tensor] | None:
+        """The tensors of a value of this structure; None if it has another."""
+        if type(value) is tuple and self.structure is flat(len(value)):
+            return value if all(map(torch.is_tensor, value)) else None
+        found: list[torch.Tensor] = []
+        return found if gather(self.structure, value, found) else None
+
+    def unflatten(self, leaves: Sequence[torch.Tensor]) -> Any:
+        """The value again, with these tensors in it."""
+        if len(leaves) != len(self.tensors):
+            raise MetadataError(f"{len(leaves)} tensors for a value that has {len(self.tensors)}")
+        if self.structure is SLOT:
+            return leaves[0]
+        return rebuild(self.structure, iter(leaves))
+
+
+def flatten(value: Any) -> tuple[tuple[torch.Tensor, ...], EdgeMeta]:
+    """The tensors of a value in order, and the description from which it can be built again."""
+    if isinstance(value, torch.Tensor):
+        return (value,), EdgeMeta(SLOT, (TensorMeta.of(value),))
+    found: list[torch.Tensor] = []
+    structure = structure_of(value, found)
+    return tuple(found), EdgeMeta(structure, tuple([TensorMeta.of(tensor) for tensor in found]))
+
+
+def describe(value: Any) -> EdgeMeta:
+    """The description of a value."""
+    return flatten(value)[1]
+
+
+def leaves_of(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if type(value) is tuple and all(map(torch.is_tensor, value)):
+        return value
+    found: list[torch.Tensor] = []
+    structure_of(value, found)
+    return tuple(found)
+
+
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor in its own order, as a contiguous tensor: what a transport sends, or receives into.
+
+    >>> tensor = torch.tensor([[1, 2], [3, 4]]).T
+    >>> tensor.flatten(), wire(tensor)
+    (tensor([1, 3, 2, 4]), tensor([1, 2, 3, 4]))
+    """
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def mismatch(
+    agreed: EdgeMeta, found: EdgeMeta, *, sender: str, receiver: str, gradients: bool = True
+) -> MetadataError | None:
+    r"""What differs between a value and what was agreed for its edge, as an error to raise; None if nothing does.
+
+    >>> agreed, found = describe(torch.ones(4, 128)), describe(torch.ones(4, 96))
+    >>> error = mismatch(agreed, found, sender="stage 0 on rank 0", receiver="stage 1 on rank 1")
+    >>> print(str(error).replace("; ", ";\n"))
+    stage 0 on rank 0 gives stage 1 on rank 1 not what was agreed: output is float32[4, 96], agreed was float32[4, 128];
+    if shapes vary between microbatches, pass shapes="per_microbatch"
+
+    Args:
+        agreed: what the receiver expects.
+        found: what the sender has.
+        sender: the sending stage, in words.
+        receiver: the receiving stage, in words.
+        gradients: compare requires_grad as well.
+    """
+    difference = _difference(agreed, found, gradients)
+    if difference is None:
+        return None
+    fact, advice = difference
+    return MetadataError(f"{sender} gives {receiver} not what was agreed: {fact}; {advice}")
+
+
+VARIES = 'if shapes vary between microbatches, pass shapes="per_microbatch"'
+TYPE_VARIES = 'if element types vary between microbatches, pass shapes="per_microbatch"'
+STRUCTURE_VARIES = 'if what a stage returns varies between microbatches, pass shapes="per_microbatch"'
+GRADIENT = "a stage must need the gradient of its input for every microbatch, or for none"
+
+
+def _difference(agreed: EdgeMeta, found: EdgeMeta, gradients: bool) -> tuple[str, str] | None:
+    if agreed.structure != found.structure:
+        return _structural(agreed, found), STRUCTURE_VARIES
+    places = [path for path, leaf in paths(agreed.structure) if isinstance(leaf, Slot)]
+    for path, want, have in zip(places, agreed.tensors, found.tensors, strict=True):
+        name = written("output", path)
+        if (want.shape, want.dtype) != (have.shape, have.dtype):
+            return f"{name} is {have}, agreed was {want}", VARIES if want.shape != have.shape else TYPE_VARIES
+        if gradients and want.requires_grad != have.requires_grad:
+            return f"{name} has requires_grad={have.requires_grad}, agreed was {want.requires_grad}", GRADIENT
+    return None
+
+
+def _structural(agreed: EdgeMeta, found: EdgeMeta) -> str:
+    """The first place where one has something else than the other."""
+    return _first_difference(agreed.structure, found.structure, ()) or "the order of keys differs"
+
+
+def _first_difference(want: Structure, have: Structure, path: Path) -> str | None:
+    if isinstance(want, Branch) and isinstance(have, Branch) and (want.kind, want.keys) == (have.kind, have.keys):
+        inner = zip(want.keys, want.children, have.children, strict=True)
+        found = (_first_difference(wanted, had, (*path, key)) for key, wanted, had in inner)
+        return next((difference for difference in found if difference), None)
+    return None if want == have else f"{written('output', path)} is {_told(have)}, agreed was {_told(want)}"
+
+
+def _told(structure: Structure) -> str:
+    if isinstance(structure, Slot):
+        return "a tensor"
+    if isinstance(structure, Constant):
+        return repr(structure.value)
+    if structure.kind is dict:
+        return f"a dict with the keys {', '.join(map(repr, structure.keys)) or '(none)'}"
+    return f"a {structure.kind.__name__} of {len(structure.children)}"
+
+
+def _refuse_unplain(tensor: torch.Tensor) -> None:
+    """Raise for a tensor whose memory is not simply its elements."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise MetadataError(f"a {kind} tensor cannot go from stage to stage; pass dense tensors that make it up")
+    if is_traceable_wrapper_subclass(tensor):
+        raise MetadataError(f"a {type(tensor).__qualname__} cannot go from stage to stage; pass the tensors in it")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""How the drop-in's schedules run their rows on the layer below."""

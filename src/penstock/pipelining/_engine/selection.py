@@ -1,0 +1,143 @@
+"""Short ways through a step, where nobody has put anything of their own between: found out once, when it begins."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
+from penstock.pipelining._stage.compute import is_as_written
+from penstock.pipelining._stage.parallel import NotShared
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from penstock.ir.actions import ComputationType
+
+#: What a stage does for its messages, and to compute.
+_MESSAGES: Final = (
+    "get_fwd_send_ops",
+    "get_bwd_send_ops",
+    "get_fwd_recv_ops",
+    "get_bwd_recv_ops",
+    "_get_recv_ops",
+    "_operation",
+    "_resolve_peer_global_rank",
+)
+_COMPUTATIONS: Final = (
+    "forward_maybe_with_nosync",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "backward_maybe_with_nosync",
+)
+#: These, and what else it does in a step.
+_ALL: Final = (
+    *_MESSAGES,
+    *_COMPUTATIONS,
+    "forward_one_chunk",
+    "set_local_fwd_input",
+    "set_local_bwd_input",
+    "get_local_bwd_output",
+    "_retrieve_recv_activations",
+    "_retrieve_recv_grads",
+    "_check_chunk_id",
+    "is_first",
+    "is_last",
+    "has_backward",
+)
+
+#: The actions in which a backward begins at the outputs.
+_AT_OUTPUTS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT, OVERLAP_F_B})
+
+
+class Shortcut(IntEnum):
+    """How short the way through a step is.
+
+    Attributes:
+        NONE: through every method and function that a program may have replaced.
+        MESSAGES: messages begin without operations that describe them.
+        ALL: besides, an action is one function.
+    """
+
+    NONE = 0
+    MESSAGES = 1
+    ALL = 2
+
+
+def shortcut(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Shortcut:
+    """The shortest way that a step can take.
+
+    Args:
+        stages: the stages of the rank.
+        names: the module with upstream's path.
+        is_plain: whether the schedule itself does what is written here, and nothing else.
+    """
+    if not _is_unobserved(names):
+        return Shortcut.NONE
+    if is_plain and all(map(_is_plain, stages)):
+        return Shortcut.ALL
+    return Shortcut.MESSAGES if _sends_as_written(stages) else Shortcut.NONE
+
+
+def begins_directly(stages: Sequence[Any], names: Any) -> bool:
+    """Whether messages may begin without an operation object that describes them.
+
+    Not if a stage makes operations of its own, if ``names``, the module with upstream's path, has other functions than
+    it came with, or if a profiler, a dispatch mode or a log is to see them. An observer of another kind, such as that
+    for execution traces, cannot be seen from here, and does not see them.
+    """
+    return _is_unobserved(names) and _sends_as_written(stages)
+
+
+def _is_unobserved(names: Any) -> bool:
+    return (
+        names._begins_as_ever()
+        and not torch._C._autograd._profiler_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _sends_as_written(stages: Sequence[Any]) -> bool:
+    return all(is_as_written(stage, *_MESSAGES) for stage in stages)
+
+
+def _is_plain(stage: Any) -> bool:
+    """Whether nothing of a stage is replaced that a step uses, and its module is not shared."""
+    return is_as_written(stage, *_ALL) and _makes_weights_itself(stage) and not stage._runtime_validate
+
+
+@contextmanager
+def looked_at(
+    stages: Sequence[Any], customs: Collection[ComputationType], known: Shortcut = Shortcut.NONE
+) -> Iterator[None]:
+    """Around a step in which functions of the user run in place of actions of these types.
+
+    If there are none, stages that compute as written here (which they do where the shortest way is known to be right)
+    need not look again. If there is one for backwards, outputs stay where it may look for them.
+    """
+    plain = [] if customs else [stage for stage in stages if known is Shortcut.ALL or _computes_as_written(stage)]
+    watched = stages if _AT_OUTPUTS.intersection(customs) else []
+    for stage in plain:
+        stage._is_plain = True
+    for stage in watched:
+        stage._is_watched = True
+    try:
+        yield
+    finally:
+        for stage in plain:
+            stage._is_plain = False
+        for stage in watched:
+            stage._is_watched = False
+        for stage in stages:  # the group may end before the next step; a stand-in may have no connections
+            getattr(stage, "_connections", {}).clear()
+
+
+def _computes_as_written(stage: Any) -> bool:
+    return is_as_written(stage, *_COMPUTATIONS) and _makes_weights_itself(stage)
+
+
+def _makes_weights_itself(stage: Any) -> bool:
+    return stage.dw_builder is None and type(stage._parallel) is NotShared

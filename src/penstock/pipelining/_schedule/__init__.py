@@ -1,0 +1,1 @@
+"""Schedule classes and passes under the names of torch.distributed.pipelining."""

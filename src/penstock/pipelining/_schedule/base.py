@@ -1,0 +1,493 @@
+"""What all schedules have in common: losses, preparing stages, and a step around ``_step_microbatches``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from importlib import import_module
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from penstock.pipelining._engine.gradient_scaling import divided_once
+from penstock.pipelining._engine.preparation import Preparation
+from penstock.pipelining._engine.program import Step
+from penstock.pipelining._engine.programs import Kept
+from penstock.pipelining._engine.selection import looked_at, shortcut
+from penstock.pipelining._schedule.passes import OrderError
+from penstock.pipelining._utils import InferenceMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from penstock.ir.actions import ComputationType
+    from penstock.pipelining._engine.program import Batch, Program
+    from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining.microbatch import TensorChunkSpec
+    from penstock.pipelining.stage import _PipelineStageBase
+
+logger = logging.getLogger("penstock.pipelining.schedules")
+
+#: What ``step`` takes besides the arguments of the model, for batches that are split already.
+_SPLIT = ("arg_mbs", "kwarg_mbs", "target_mbs")
+_NAMES: Final = "penstock.pipelining.schedules"
+
+
+def replaceable() -> Any:
+    """The module with the path of upstream's: where programs put functions of their own in place of those there."""
+    return sys.modules.get(_NAMES) or import_module(_NAMES)
+
+
+class _PipelineSchedule(ABC):
+    """What all schedules have in common: a step goes through ``_step_microbatches``.
+
+    Attributes:
+        scale_grads: whether gradients are divided by the number of microbatches; right for a loss that is a mean.
+    """
+
+    def __init__(
+        self,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ) -> None:
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self.scale_grads = scale_grads
+        self._args_chunk_spec = args_chunk_spec
+        self._kwargs_chunk_spec = kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self._has_backward = loss_fn is not None
+        self._internal_losses: list[torch.Tensor] = []
+        self._loss_places: dict[int, int] = {}
+        self._kept = Kept()
+        self._preparation = Preparation()
+        logger.info("Using %s", type(self).__name__)
+
+    # Losses -----------------------------------------------------------------------------------------------------------
+
+    def _maybe_compute_loss(
+        self,
+        stage: Any,
+        output: Any,
+        target_mbs: list[Any] | None,
+        mb_index: int,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """The loss of a microbatch, if the stage is the last and there is a loss function."""
+        if self._loss_fn is not None and stage.is_last:
+            if target_mbs is None:
+                raise TypeError("there is a loss function, but no target: give target= on the rank of the last stage")
+            loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+            self._loss_places[mb_index] = len(self._internal_losses)
+            self._internal_losses.append(loss)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        """The loss of a microbatch; None if the stage is not the last, or there is no loss function."""
+        if self._loss_fn is None or not self._internal_losses or not stage.is_last:
+            return None
+        place = self._loss_places.get(mb_index, mb_index)
+        if not 0 <= place < len(self._internal_losses):
+            raise RuntimeError(
+                f"the loss of microbatch {mb_index} is not there; there are {len(self._internal_losses)} losses, of "
+                f"microbatches {sorted(self._loss_places)}"
+            )
+        return self._internal_losses[place]
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        """Hand the losses over in the order of the microbatches, and forget them."""
+        stages = stages if isinstance(stages, list) else [stages]
+        if losses is not None and any(stage.is_last for stage in stages):
+            found = self._internal_losses
+            if len(found) != self._n_microbatches:
+                why = "; the schedule has no loss_fn" if self._loss_fn is None else ""
+                raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(found)}{why}")
+            places = [self._loss_places.get(number, number) for number in range(len(found))]
+            losses[:] = [found[place] for place in places]
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self._internal_losses.clear()
+        self._loss_places.clear()
+
+    def _compute_loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None) -> Any:
+        return self._loss_fn(output, target, **(loss_kwargs or {}))  # type: ignore[misc]  # asked only if there is one
+
+    # Preparing stages -------------------------------------------------------------------------------------------------
+
+    def _warmup_p2p(self, stages: list[_PipelineStageBase], has_backward: bool, p2p_done: bool) -> None:
+        """Connect neighbours, and agree with them whether shapes are given or have to be found.
+
+        Args:
+            stages: the stages of this rank.
+            has_backward: whether there are backwards.
+            p2p_done: whether neighbours are connected already.
+        """
+        if all(hasattr(stage, "_warmup_forward_vote") for stage in stages):
+            agree = _take_given_shapes if _nobody_answers(stages) else self._agree_on_shapes
+            agree(stages, has_backward)
+        elif not p2p_done:
+            messages = [message for stage in stages for message in stage._get_init_p2p_neighbors_ops()]
+            names = replaceable()
+            names._wait_batch_p2p(names._batch_p2p(messages))
+
+    def _agree_on_shapes(self, stages: list[Any], has_backward: bool) -> None:
+        vote: torch.Tensor | None = None
+        for stage in stages:
+            vote = stage._warmup_forward_vote(has_backward, received_acc=vote)
+        for stage in reversed(stages):
+            vote = stage._warmup_backward_result(received_result=vote)
+            if vote is None:
+                raise RuntimeError(f"stage {stage.stage_index} got no answer whether shapes are given or to be found")
+            stage._inference_mode = InferenceMode.STATIC if vote.item() == 1 else InferenceMode.DYNAMIC
+
+    def _initialize_pp_stages(
+        self,
+        stages: list[_PipelineStageBase],
+        args: tuple[Any, ...] | Any,
+        kwargs: dict[str, Any] | None,
+        target: Any,
+        fwd_initialized: bool,
+        bwd_initialized: bool,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[bool, bool]:
+        """Prepare stages before the first step, and when training turns into evaluation or back.
+
+        Returns:
+            Whether they are prepared for forwards, and for backwards.
+        """
+        connected = fwd_initialized
+        if fwd_initialized and self._has_backward != bwd_initialized:
+            fwd_initialized = bwd_initialized = False
+        for_backward = self._has_backward and not bwd_initialized
+        if fwd_initialized and not for_backward:
+            self._preparation.restore()
+            return fwd_initialized, bwd_initialized
+        stages = sorted(stages, key=lambda stage: stage.stage_index)
+        for stage in stages:
+            if hasattr(stage, "_expect"):  # microbatches that differ in their shapes
+                stage._expect(*self._coming)
+        if not fwd_initialized:
+            self._warmup_p2p(stages, self._has_backward, connected)
+        with _untouched_generators(stages):
+            if not fwd_initialized:
+                self._prepare_forwards(stages, args, kwargs)
+            if for_backward:
+                self._prepare_backwards(stages, target, loss_kwargs)
+        for stage in stages:
+            if hasattr(stage, "_post_metadata_inference_cleanup"):
+                stage._post_metadata_inference_cleanup()
+        self._preparation = Preparation(stages)
+        return True, bwd_initialized or for_backward
+
+    #: Whether a step has failed while messages were on their way to this rank.
+    _was_cut_off = False
+    #: What all microbatches of the step that begins are called with.
+    _coming: tuple[list[Any], list[Any]] = ([], [])
+
+    def _prepare_forwards(self, stages: list[Any], args: Any, kwargs: Any) -> None:
+        passed: Any = None
+        for stage in stages:
+            given = args if stage.is_first else passed
+            passed = stage._prepare_forward_infra(self._n_microbatches, given, kwargs, has_backward=self._has_backward)
+
+    def _prepare_backwards(self, stages: list[Any], target: Any, loss_kwargs: Any) -> None:
+        passed: Any = None
+        for stage in reversed(stages):
+            passed = stage._prepare_backward_infra(
+                self._n_microbatches,
+                loss_fn=self._loss_fn,
+                target=target,
+                received_grad_meta=passed,
+                loss_kwargs=loss_kwargs,
+            )
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run a step on microbatches."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a step on a whole batch, which is split into microbatches.
+
+        Args:
+            args: the arguments of the model, on the rank of the first stage.
+            target: the target of the loss, on the rank of the last stage.
+            losses: is filled with the loss of each microbatch, on the rank of the last stage.
+            return_outputs: whether the merged outputs are returned, on the rank of the last stage.
+            loss_kwargs: more arguments of the loss function.
+            kwargs: keyword arguments of the model. A batch that is split already is given as ``arg_mbs``, a list with
+                the arguments of each microbatch, ``kwarg_mbs`` and ``target_mbs``, and nothing else.
+        """
+        raise NotImplementedError
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+        """Run the forwards of a step only, with the arguments of ``step``."""
+        trains = self._has_backward
+        self._has_backward = False
+        try:
+            return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = trains
+
+    def _step(
+        self,
+        stages: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+        *,
+        needs_autograd: bool = True,
+    ) -> Any:
+        """A step of these stages."""
+        if self._has_backward and needs_autograd and not torch.is_grad_enabled():
+            raise RuntimeError("step() runs backwards, and gradients are switched off here; call eval() instead")
+        for stage in stages:
+            stage.has_backward = self._has_backward
+        for stage in stages:
+            stage.clear_runtime_states()
+        arg_mbs, kwarg_mbs, target_mbs = self._microbatches_of(args, kwargs, target)
+        try:
+            self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+        except BaseException:
+            self._coming = ([], [])
+            _end(stages, failed=True)
+            raise
+        _end(stages)
+        for stage in stages:
+            if stage.is_last and return_outputs:
+                return self._merge_outputs(stage.output_chunks)
+        return None
+
+    def _microbatches_of(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[list[Any] | None, list[Any] | None, list[Any] | None]:
+        """The microbatches of what ``step`` is given."""
+        if kwargs:
+            split = {name: kwargs.get(name) for name in _SPLIT}
+            kwargs = {name: value for name, value in kwargs.items() if name not in _SPLIT}
+            if any(value is not None for value in split.values()):
+                _check_split(split, args, kwargs, target)
+                return split["arg_mbs"], split["kwarg_mbs"], split["target_mbs"]
+        arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+        if target is None:
+            return arg_mbs, kwarg_mbs, None
+        names = replaceable()
+        targets = list(names._split_tensor(target, names._TARGET_CHUNK_SPEC, self._n_microbatches))
+        if self._has_backward and self.scale_grads:
+            _warn_of_sizes(targets)
+        return arg_mbs, kwarg_mbs, targets
+
+    def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
+        """The arguments of each microbatch; empty ones where the rank has no first stage."""
+        if not args and not kwargs:
+            return [()] * self._n_microbatches, [{}] * self._n_microbatches
+        chunks: tuple[list[Any], list[Any]] = replaceable().split_args_kwargs_into_chunks(
+            args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
+        )
+        return chunks
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        """The outputs of all microbatches as one; along dimension 0 unless told otherwise."""
+        return replaceable().merge_chunks(output_chunks, self._output_merge_spec)
+
+    def _check_inputs(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """The arguments of each microbatch, empty ones for those that are not given."""
+        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+            if given is not None and not isinstance(given, list):
+                raise TypeError(f"{name} must be a list but got a {type(given)}")
+            if given is not None and len(given) != self._n_microbatches:
+                raise ValueError(
+                    f"Expecting {self._n_microbatches} {name} but got {len(given)}: a batch needs at least one sample "
+                    "for each microbatch"
+                )
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses must be a list but got a {type(losses)}")
+        arg_mbs = [()] * self._n_microbatches if arg_mbs is None else arg_mbs
+        kwarg_mbs = [{}] * self._n_microbatches if kwarg_mbs is None else kwarg_mbs
+        return arg_mbs, kwarg_mbs
+
+    def _run_microbatches(
+        self,
+        batch: Batch,
+        *,
+        stages: list[Any],
+        program: Callable[[Shortcut], Program],
+        initialize: Callable[..., None],
+    ) -> None:
+        """A step, as ``_step_microbatches`` is told it.
+
+        ``program`` gives the program of the stages, told the way that it may take; ``initialize`` prepares them before
+        the first microbatch, given its arguments.
+        """
+        if self._was_cut_off:
+            raise RuntimeError(
+                "the step before has failed on this rank while messages were on their way, which would be taken for "
+                "those of this step: destroy the process group, and make it, the stages and the schedule anew"
+            )
+        targets = batch.target_mbs
+        arg_mbs, kwarg_mbs = self._check_inputs(batch.arg_mbs, batch.kwarg_mbs, targets, batch.losses)
+        # Before anybody is talked to: an order of other stages is refused here.
+        customs = self._customs()
+        way = shortcut(stages, replaceable(), is_plain=not customs and self._computes_loss_as_written())
+        made = program(way)
+        self._coming = arg_mbs, kwarg_mbs
+        initialize(arg_mbs[0], kwarg_mbs[0], None if targets is None else targets[0], batch.loss_kwargs)
+        self._coming = ([], [])
+        step = self._new_step(batch, arg_mbs, kwarg_mbs)
+        with looked_at(stages, customs, way):
+            self._run(made, step)
+        self._update_losses(stages, batch.losses)
+
+    def _computes_loss_as_written(self) -> bool:
+        return vars(self).keys().isdisjoint(_LOSSES) and _of_losses(type(self)) == _AS_WRITTEN
+
+    def _customs(self) -> Collection[ComputationType]:
+        """The types of the actions in place of which functions of the user run."""
+        return ()
+
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
+        """The state of a step that begins, with these arguments in place of what may not be given."""
+        names, targets, losses = replaceable(), batch.target_mbs, batch.losses
+        return Step(
+            schedule=self,
+            arg_mbs=arg_mbs,
+            kwarg_mbs=kwarg_mbs,
+            target_mbs=targets,
+            return_outputs=batch.return_outputs,
+            loss_kwargs=batch.loss_kwargs,
+            post=names._batch_p2p,
+            wait=names._wait_batch_p2p,
+            context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, targets, losses),
+        )
+
+    def _run(self, program: Program, step: Step) -> None:
+        """Run a program."""
+        factor = self._n_microbatches if self.scale_grads else 1
+        try:
+            with divided_once(program.scaled, factor):
+                program.run(step, replaceable().record_function, self._tell_failure)
+        except BaseException:
+            self._forget_losses()
+            waited_for: list[list[Any]] = [*step.forward_receives.values(), *step.backward_receives.values()]
+            self._was_cut_off = any(
+                isinstance(work, dist.Work) and not work.is_completed() for works in waited_for for work in works
+            )
+            raise
+
+    def _tell_failure(self, place: int) -> None:
+        """Log where a step has failed."""
+        logger.error("%s failed at operation %s of its program", type(self).__name__, place)
+
+
+_LOSSES: Final = ("_maybe_compute_loss", "_maybe_get_loss")
+_of_losses: Final = attrgetter(*_LOSSES)
+_AS_WRITTEN: Final = _of_losses(_PipelineSchedule)
+
+
+def _end(stages: list[Any], *, failed: bool = False) -> None:
+    """A step of these stages is over. They may be stand-ins."""
+    for stage in stages:
+        if failed and hasattr(stage, "_forget_failed_step"):
+            stage._forget_failed_step()
+        if (split := getattr(stage, "_split", None)) is not None:
+            split.forget_leaves()
+
+
+def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+    """Microbatches are all that a step is given, and of the form in which a stage is called with them."""
+    if args:
+        raise ValueError(f"{len(args)} arguments are not split; pass pre-split positional inputs through arg_mbs")
+    if kwargs:
+        raise ValueError(f"Unexpected keyword arguments with pre-split inputs: {', '.join(kwargs)}; use kwarg_mbs")
+    if target is not None:
+        raise ValueError("target is not split; pass pre-split targets through target_mbs")
+    for name, kind in (("arg_mbs", tuple), ("kwarg_mbs", dict)):
+        for index, value in enumerate(split[name] if isinstance(split[name], list) else ()):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name} must be a list of {kind.__name__}s, but that of microbatch {index} is a "
+                    f"{type(value).__qualname__}"
+                )
+
+
+def _warn_of_sizes(targets: list[Any]) -> None:
+    """Microbatches count alike, so that the mean of their means is not the mean over the batch if sizes differ."""
+    sizes = [one.shape[0] if isinstance(one, torch.Tensor) else len(one) for one in targets]  # len takes much longer
+    if len(set(sizes)) > 1:
+        warnings.warn(
+            f"microbatches have {', '.join(map(str, sizes))} samples, and each counts alike, for gradients are divided "
+            "by the number of microbatches. With a loss that is a mean they are not those of the whole batch: give "
+            "a batch that can be divided, or a loss that is a sum and scale_grads=False",
+            stacklevel=5,
+        )
+
+
+def _nobody_answers(stages: list[Any]) -> bool:
+    """Whether a neighbour is on another rank of a fake group, through which nothing comes."""
+    return any(
+        dist.get_backend(stage.group) == "fake"
+        and not all(stage._is_same_rank(other) for other in _neighbours(stage.stage_index, stage.num_stages))
+        for stage in stages
+    )
+
+
+def _neighbours(stage: int, stages: int) -> list[int]:
+    return [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
+
+
+def _take_given_shapes(stages: list[Any], has_backward: bool) -> None:
+    """What ranks that cannot talk do instead of agreeing."""
+    for stage in stages:
+        if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
+            raise RuntimeError(
+                f"stage {stage.stage_index} does not know its shapes, and no neighbour can tell it through a fake "
+                "process group; pass input_args and output_args (and for DTensors input_grads and output_grads) to "
+                "PipelineStage"
+            )
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def _untouched_generators(stages: list[Any]) -> Any:
+    """Whatever draws random numbers within leaves no trace."""
+    devices = {torch.device(stage.device) for stage in stages}
+    others = [device for device in devices if device.type != "cpu"]
+    kinds = {device.type for device in others}
+    if len(kinds) > 1:
+        raise OrderError(f"the stages of a rank are on devices of one type, not of {', '.join(sorted(kinds))}")
+    return torch.random.fork_rng(devices=others, device_type=next(iter(kinds), "cuda"))

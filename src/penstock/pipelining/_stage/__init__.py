@@ -1,0 +1,1 @@
+"""Pipeline stages under the names of torch.distributed.pipelining."""

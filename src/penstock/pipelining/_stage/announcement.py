@@ -1,0 +1,207 @@
+"""What stages tell each other before the first microbatch, as a value of numbers and text: nothing is pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+from penstock.errors import MetadataError
+from penstock.execution.value_spec import describe
+from penstock.execution.wire_format import HEADER_BYTES, header_tensor, read_header
+from penstock.pipelining._utils import (
+    PipeliningMetadataError,
+    TensorMeta,
+    _DTensorMeta,
+    _StageBackwardMeta,
+    _StageForwardMeta,
+    _TensorMeta,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed._mesh_layout import _MeshLayout
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardMetaOfKinds(_StageForwardMeta):
+    """What a stage tells the next one where microbatches differ in their shapes.
+
+    Attributes:
+        kinds: which kind each microbatch is of.
+        others: the outputs for kinds other than the first.
+    """
+
+    kinds: tuple[int, ...] = ()
+    others: tuple[tuple[TensorMeta, ...], ...] = ()
+
+
+Message = _StageForwardMeta | _StageBackwardMeta
+_FORWARD: Final = "forward"
+_BACKWARD: Final = "backward"
+_FLAGS: Final = {0: False, 1: True}
+
+
+def to_tensors(message: Any) -> list[torch.Tensor]:
+    """A message in one tensor of fixed size, and the rest of it, if it is long, in another.
+
+    >>> meta = _TensorMeta.from_tensor(torch.ones(2, 3))
+    >>> tensors = to_tensors(_StageForwardMeta((meta,)))
+    >>> from_tensors(lambda tensor: tensor.copy_(tensors[0])) == _StageForwardMeta((meta,))
+    True
+    """
+    if isinstance(message, _StageForwardMeta):
+        value: list[Any] = [_FORWARD, [_written(meta) for meta in message.forward_metas]]
+        if isinstance(message, ForwardMetaOfKinds):
+            value += [list(message.kinds), [[_written(meta) for meta in metas] for metas in message.others]]
+    elif isinstance(message, _StageBackwardMeta):
+        value = [_BACKWARD, [_written(meta) for meta in message.backward_metas]]
+    else:
+        raise PipeliningMetadataError(f"stages tell each other what their tensors look like, not {message!r}")
+    return [part for part in header_tensor(describe(value)) if part is not None]
+
+
+class _NothingCameError(PipeliningMetadataError):
+    """A message did not come."""
+
+
+def from_tensors(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None = None) -> Message:
+    """The message that comes. ``receive`` fills a tensor; it is called once or twice."""
+
+    def receive_or_tell(tensor: torch.Tensor) -> None:
+        try:
+            receive(tensor)
+        except RuntimeError as error:
+            raise _NothingCameError(
+                "the other stage did not tell what its tensors look like; its process has failed or ended, see what it "
+                f"has printed ({error})"
+            ) from error
+
+    try:
+        return _message(_received(receive_or_tell, device))
+    except _NothingCameError:
+        raise
+    except MetadataError as error:
+        raise PipeliningMetadataError(f"what the other stage told of its tensors cannot be used: {error}") from error
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise PipeliningMetadataError(
+            f"what the other stage told of its tensors cannot be read ({type(error).__name__}: {error}); "
+            "do all ranks run one version of penstock?"
+        ) from error
+
+
+def _received(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None) -> Any:
+    # Uninitialized memory could be taken for a header if nothing came.
+    header = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=device)
+    receive(header)
+    found = read_header(header)
+    if isinstance(found, int):
+        overflow = torch.zeros(found, dtype=torch.uint8, device=device)
+        receive(overflow)
+        found = read_header(header, overflow)
+    if isinstance(found, int):
+        raise MetadataError("it does not end where it says that it does")
+    return found.unflatten([])
+
+
+def _message(value: Any) -> Message:
+    direction, metas, *differing = value
+    if direction == _BACKWARD and not differing:
+        return _StageBackwardMeta(tuple(_read(meta) for meta in metas))
+    if direction != _FORWARD:
+        raise ValueError(f"a message that goes {direction!r}")
+    first = _all_read(metas)
+    if not differing:
+        return _StageForwardMeta(first)
+    kinds, others = differing
+    if set(kinds) != set(range(1 + len(others))):
+        raise ValueError(f"{1 + len(others)} kinds of microbatches are described, and others occur")
+    return ForwardMetaOfKinds(first, _numbers(kinds), tuple(map(_all_read, others)))
+
+
+def _all_read(values: Any) -> tuple[TensorMeta, ...]:
+    metas = [_read(value) for value in values]
+    if None in metas:
+        raise ValueError("a tensor is not described")
+    return tuple(meta for meta in metas if meta is not None)
+
+
+def _written(meta: TensorMeta | None) -> Any:
+    if meta is None:
+        return None
+    plain = [list(meta.shape), list(meta.stride), str(meta.dtype).removeprefix("torch."), int(meta.requires_grad)]
+    if not isinstance(meta, _DTensorMeta):
+        return [plain]
+    placements = [_written_placement(placement) for placement in meta.placements]
+    layout = None if meta.mesh_layout is None else [[list(one.shape), list(one.stride)] for one in meta.mesh_layout]
+    return [plain, list(meta.global_shape), list(meta.global_stride), placements, list(meta.mesh_dim_names), layout]
+
+
+def _read(value: Any) -> TensorMeta | None:
+    if value is None:
+        return None
+    (shape, stride, name, requires_grad), *distributed = value
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no element type")
+    plain = _size(shape), _numbers(stride), dtype, _FLAGS[requires_grad]
+    if not distributed:
+        return _TensorMeta(*plain)
+    global_shape, global_stride, placements, names, layout = distributed
+    return _DTensorMeta(
+        *plain,
+        _size(global_shape),
+        _numbers(global_stride),
+        tuple(_read_placement(*placement) for placement in placements),
+        tuple(str(one) for one in names),
+        _read_layout(layout),
+    )
+
+
+def _numbers(numbers: Any) -> tuple[int, ...]:
+    return tuple(map(int, numbers))
+
+
+def _size(numbers: Any) -> torch.Size:
+    return torch.Size(_numbers(numbers))
+
+
+def _written_placement(placement: Placement) -> list[Any]:
+    """By exact type: a kind of placement that is not known here would be taken for another."""
+    if type(placement) is Replicate:
+        return ["replicate"]
+    if type(placement) is Shard:
+        return ["shard", placement.dim]
+    if type(placement) is Partial:
+        return ["partial", placement.reduce_op]
+    if type(placement) is _StridedShard:
+        return ["strided shard", placement.dim, placement.split_factor]
+    raise PipeliningMetadataError(
+        f"a DTensor that is placed by {placement!r} cannot go from stage to stage; "
+        "redistribute it to Shard, Replicate or Partial"
+    )
+
+
+def _read_placement(kind: str, *settings: Any) -> Placement:
+    if kind == "replicate":
+        return Replicate()
+    if kind == "shard":
+        return Shard(*settings)
+    if kind == "partial":
+        return Partial(*settings)
+    if kind == "strided shard":
+        dim, split_factor = settings
+        return _StridedShard(dim, split_factor=split_factor)
+    raise ValueError(f"no placement is called {kind!r}")
+
+
+def _read_layout(axes: Any) -> _MeshLayout | None:
+    if axes is None:
+        return None
+    from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
+
+    return _MeshLayout(tuple(_FlatLayout(_numbers(shape), _numbers(stride)) for shape, stride in axes))

@@ -1,0 +1,391 @@
+"""How a stage finds out what its tensors look like: from examples, or by a run through all stages.
+
+All stages vote first, since either all are run or none. If each has examples enough, none is. Otherwise the first stage
+is run with its real arguments and tells the next one what comes out, and so on; then back again for the gradients. Such
+a run leaves random numbers, buffers and gradients as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.execution.microbatch_kinds import kinds_of
+from penstock.execution.preserved_state import untouched
+from penstock.pipelining._backward import _autograd_grad_for_inputs
+from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
+from penstock.pipelining._stage.base import _PipelineStageBase
+from penstock.pipelining._utils import (
+    InferenceMode,
+    PipeliningMetadataError,
+    TensorMeta,
+    _derive_grad_metas,
+    _DTensorMeta,
+    _StageBackwardMeta,
+    _StageForwardMeta,
+    _StageMeta,
+    extract_tensor_meta,
+    extract_tensor_metas,
+    flatten_args,
+    validate_and_normalize_to_tuple,
+    validate_tensors_metadata,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class StageInference(_PipelineStageBase):
+    """A stage that finds out by itself what its tensors look like."""
+
+    _user_meta: _StageMeta
+    _inference_mode: InferenceMode | None = None
+    _coming: tuple[list[Any], list[Any]] = ([], [])
+    _fwd_outputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
+    _fwd_inputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
+    _fwd_kwargs_tensors_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
+
+    def _expect(self, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> None:
+        """Be told, before stages are prepared, what all microbatches are called with: they may differ in shapes."""
+        self._coming = arg_mbs, kwarg_mbs
+
+    def _is_same_rank(self, other_stage: int) -> bool:
+        return self.stage_index_to_group_rank[other_stage] == self.group_rank
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
+        """Vote, and tell the next stage whether all up to here have examples enough: 1 if so, else 0.
+
+        Args:
+            has_backward: whether gradients are needed.
+            received_acc: what a stage before on the same rank has told.
+        """
+        uneven = self.is_first and len(set(kinds_of(*self._coming)[0])) > 1
+        vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
+        votes = torch.tensor([vote], dtype=torch.int32, device=self.device)
+        if not self.is_first:
+            votes = votes * self._told(received_acc, self.stage_index - 1)
+        if not self.is_last and not self._is_same_rank(self.stage_index + 1):
+            dist.send(votes, dst=self._resolve_peer_global_rank(self.stage_index + 1), group=self.group)
+        return votes
+
+    def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
+        """Take the outcome of the vote, and tell the stage before."""
+        following = self.stage_index if self.is_last else self.stage_index + 1
+        result = self._told(received_result, following)
+        if not self.is_first and not self._is_same_rank(self.stage_index - 1):
+            dist.send(result, dst=self._resolve_peer_global_rank(self.stage_index - 1), group=self.group)
+        return result
+
+    def _told(self, here: torch.Tensor | None, stage: int) -> torch.Tensor:
+        """A number from another stage."""
+        if not self._is_same_rank(stage):
+            number = torch.zeros(1, dtype=torch.int32, device=self.device)
+            dist.recv(number, src=self._resolve_peer_global_rank(stage), group=self.group)
+            return number
+        if here is None:
+            raise AssertionError(f"stage {self.stage_index}: the vote of stage {stage}, on the same rank, is missing")
+        return here
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        """Tell a stage on another rank what comes to it."""
+        for tensor in to_tensors(meta):
+            self._transfer(dist.isend, tensor.to(self.device), dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        """What a stage on another rank tells."""
+        return from_tensors(lambda tensor: self._transfer(dist.irecv, tensor, src_stage), self.device)
+
+    def _transfer(self, op: Any, tensor: torch.Tensor, stage: int) -> None:
+        # In a batch, because that is how later operations may go: their connection comes up here.
+        peer = self._resolve_peer_global_rank(stage)
+        for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, peer, self.group)]):
+            work.wait()
+
+    def _forward_metadata_inference(
+        self,
+        args: tuple[torch.Tensor, ...] | _StageForwardMeta | None,
+        kwargs: dict[str, Any] | None = None,
+        has_backward: bool = False,
+    ) -> _StageForwardMeta | None:
+        """Run the stage for its own sake, and tell the next one what comes out.
+
+        Args:
+            args: real arguments for the first stage; what a stage before on the same rank tells.
+            kwargs: real arguments by keyword.
+            has_backward: whether gradients will be needed.
+
+        Returns:
+            What the next stage is to be told; None if it has been, on another rank.
+        """
+        inputs, further = self._inference_inputs(args)
+        keywords = self._inference_keywords(kwargs)
+        outputs = self._dry_run(inputs, keywords, has_backward)
+        self._stage_meta.outputs = extract_tensor_metas(outputs)
+        self._other_metas = tuple(
+            _StageMeta(extract_tensor_metas(other), extract_tensor_metas(self._dry_run(other, keywords, has_backward)))
+            for other, keywords in further
+        )
+        # Only how gradients are distributed cannot be known without making them.
+        distributed = has_backward and self._stage_meta.has_dtensors()
+        self._fwd_outputs_for_bwd_meta = outputs if distributed else ()
+        self._fwd_inputs_for_bwd_meta = inputs if distributed else ()
+        tensors = [value for value in flatten_args(keywords) if isinstance(value, torch.Tensor)]
+        self._fwd_kwargs_tensors_for_bwd_meta = tuple(tensors) if distributed else ()
+        if self._stage_meta.outputs is None:
+            raise PipeliningMetadataError(f"stage {self.stage_index} returned None, where the next stage needs tensors")
+        told = _StageForwardMeta(self._stage_meta.outputs)
+        if self._kinds:
+            others = tuple(metas.outputs or () for metas in self._other_metas)
+            told = ForwardMetaOfKinds(self._stage_meta.outputs, self._kinds, others)
+        if self.is_last or self._is_same_rank(self.stage_index + 1):
+            return told
+        self._send_meta(told, self.stage_index + 1)
+        return None
+
+    def _inference_keywords(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            key: self._to_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in (kwargs or {}).items()
+        }
+
+    def _inference_inputs(
+        self, args: tuple[torch.Tensor, ...] | _StageForwardMeta | None
+    ) -> tuple[tuple[torch.Tensor, ...], list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
+        """What to run the stage with: real arguments, or zeros that look like what will come.
+
+        Where microbatches differ in their shapes, also one of every further kind, with its arguments by keyword.
+        """
+        if self.is_first:
+            if args is None or isinstance(args, _StageForwardMeta):
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index} is the first, and needs the arguments of the model, not "
+                    f"{type(args).__name__}: pass them to step() on its rank"
+                )
+            tensors = validate_and_normalize_to_tuple(args) or ()
+            self._stage_meta.inputs = extract_tensor_metas(tensors)
+            self._mesh_cache.update_from_tensors(tensors)
+            kinds = kinds_of(*self._coming)[0]
+            self._kinds = kinds if len(set(kinds)) > 1 else ()
+            called = [self._coming[0][microbatch] for microbatch in self._firsts()]
+            return self._leaves(tensors), [self._call(one) for one in zip(called, self._firsts(), strict=True)]
+        told = args if self._is_same_rank(self.stage_index - 1) else self._recv_meta(self.stage_index - 1)
+        if not isinstance(told, _StageForwardMeta):
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: stage {self.stage_index - 1} told {type(told).__name__}, where what comes "
+                "out of it is needed"
+            )
+        self._stage_meta.inputs = told.forward_metas
+        self._kinds, others = (told.kinds, told.others) if isinstance(told, ForwardMetaOfKinds) else ((), ())
+        further = [self._call(one) for one in zip(others, self._firsts(), strict=True)]
+        return self._leaves(told.forward_metas), further
+
+    def _firsts(self) -> list[int]:
+        """The first microbatch of every kind but the first."""
+        return [self._kinds.index(kind) for kind in sorted(set(self._kinds) - {0})]
+
+    def _call(self, one: tuple[Any, int]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        values, microbatch = one
+        kwargs = self._coming[1][microbatch] if self._coming[1] else {}
+        return self._leaves(validate_and_normalize_to_tuple(values) if self.is_first else values), (
+            self._inference_keywords(kwargs)
+        )
+
+    def _leaves(self, values: Any) -> tuple[torch.Tensor, ...]:
+        """Arguments for a run: real ones as they are, described ones as zeros."""
+        return tuple(self._to_tensor(one) if self.is_first else _zeroed(self._to_tensor(one)) for one in values)
+
+    def _dry_run(
+        self, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any], has_backward: bool
+    ) -> tuple[torch.Tensor, ...] | None:
+        with (
+            untouched(self.submod, torch.device(self.device)),
+            self._parallel.silent(),
+            torch.enable_grad() if has_backward else torch.no_grad(),
+        ):
+            outputs = self._compute_outputs(*inputs, module=self.submod, **kwargs)
+        if self.is_last:  # which may return anything, for the loss
+            outputs = tuple(value for value in flatten_args(outputs) if isinstance(value, torch.Tensor))
+        return validate_and_normalize_to_tuple(outputs)
+
+    def _compute_outputs(self, *args: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> Any:
+        """Run the module for its own sake."""
+        return module(*args, **kwargs)
+
+    def _compute_input_grads(
+        self,
+        outputs: list[torch.Tensor],
+        all_fwd_inputs: list[torch.Tensor],
+        grad_outputs: list[torch.Tensor | None] | None = None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run a backward for its own sake: gradients are returned, and added to nothing."""
+        return _autograd_grad_for_inputs(outputs, all_fwd_inputs, grad_outputs, allow_unused=True)
+
+    def _backward_metadata_inference(
+        self,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        target: torch.Tensor | None = None,
+        received_grad_meta: _StageBackwardMeta | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> _StageBackwardMeta | None:
+        """Find out what the gradients look like, and tell the stage before.
+
+        Args:
+            loss_fn: the loss, for the last stage.
+            target: the first microbatch's target, for the last stage.
+            received_grad_meta: what a next stage on the same rank tells.
+            loss_kwargs: further arguments of the loss.
+
+        Returns:
+            What the stage before is to be told; None if it has been, on another rank.
+        """
+        outputs, inputs = self._fwd_outputs_for_bwd_meta, self._fwd_inputs_for_bwd_meta
+        further = self._fwd_kwargs_tensors_for_bwd_meta or ()
+        metas = self._stage_meta.inputs
+        if outputs is None or inputs is None or metas is None:
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: gradients follow from a forward, which must be inferred first"
+            )
+        self._forget_dry_run()
+        self._stage_meta.output_grads = self._following_gradients(loss_fn, target, received_grad_meta)
+        input_grads = _derive_grad_metas(metas)
+        if inputs:
+            roots, gradients = self._inference_roots(outputs, loss_fn, target, loss_kwargs)
+            if roots:
+                found = self._compute_input_grads(roots, [*inputs, *further], gradients)[: len(inputs)]
+                input_grads = tuple(
+                    derived if gradient is None else extract_tensor_meta(gradient)
+                    for gradient, derived in zip(found, input_grads, strict=True)
+                )
+        self._stage_meta.input_grads = input_grads
+        for other in self._other_metas:
+            other.input_grads = _like(input_grads, other.inputs)
+            other.output_grads = _like(self._stage_meta.output_grads, other.outputs)
+        told = _StageBackwardMeta(input_grads)
+        if self.is_first or self._is_same_rank(self.stage_index - 1):
+            return told
+        self._send_meta(told, self.stage_index - 1)
+        return None
+
+    def _following_gradients(
+        self, loss_fn: object, target: object, received: _StageBackwardMeta | None
+    ) -> tuple[TensorMeta | None, ...] | None:
+        """What the next stage tells of the gradients that come from it; None for the last stage."""
+        if self.is_last:
+            if loss_fn is None or target is None:
+                missing = "loss_fn" if loss_fn is None else "target"
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index} is the last, and has no {missing}; pass target= to step() on its rank"
+                )
+            return None
+        told = received if self._is_same_rank(self.stage_index + 1) else self._recv_meta(self.stage_index + 1)
+        if not isinstance(told, _StageBackwardMeta):
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: stage {self.stage_index + 1} told {type(told).__name__}, where the "
+                "gradients of its inputs are needed"
+            )
+        outputs = self._stage_meta.outputs or ()
+        for index, (output, gradient) in enumerate(zip(outputs, told.backward_metas, strict=True)):
+            if gradient is not None and not output.requires_grad:
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index}: a gradient comes for output {index}, which has requires_grad=False"
+                )
+        return told.backward_metas
+
+    def _inference_roots(
+        self,
+        outputs: tuple[torch.Tensor, ...],
+        loss_fn: Callable[..., torch.Tensor] | None,
+        target: torch.Tensor | None,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
+        """Where the backward of a run for its own sake begins, and with what."""
+        if self.is_last:
+            assert loss_fn is not None
+            assert target is not None
+            with torch.enable_grad():
+                value = outputs[0] if len(outputs) == 1 else outputs
+                return [loss_fn(value, self._to_tensor(target), **(loss_kwargs or {}))], None
+        metas = self._stage_meta.output_grads or ()
+        pairs = [pair for pair in zip(outputs, metas, strict=True) if pair[0].requires_grad]
+        ones = [None if meta is None else self._ones_from_metadata(meta) for _, meta in pairs]
+        return [output for output, _ in pairs], ones
+
+    def _to_tensor(self, arg: torch.Tensor | TensorMeta) -> torch.Tensor:
+        """A leaf with the values of a tensor, or any values where it is only described."""
+        if isinstance(arg, torch.Tensor):
+            return arg.detach().requires_grad_(arg.requires_grad)
+        if isinstance(arg, _DTensorMeta):
+            return arg.to_dtensor(self.device, self._mesh_cache.get_mesh(arg.mesh_cache_key))
+        if isinstance(arg, TensorMeta):
+            return arg.to_tensor(self.device)
+        raise PipeliningMetadataError(
+            f"stage {self.stage_index}: a {type(arg).__name__} cannot be made a tensor: {arg}"
+        )
+
+    def _ones_from_metadata(self, meta: TensorMeta) -> torch.Tensor:
+        """Ones that look like a gradient."""
+        with torch.no_grad():
+            return self._to_tensor(replace(meta, requires_grad=False)).fill_(1)
+
+    def _forget_dry_run(self) -> None:
+        self._fwd_outputs_for_bwd_meta = None
+        self._fwd_inputs_for_bwd_meta = None
+        self._fwd_kwargs_tensors_for_bwd_meta = None
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Leave no trace of the run: neither its graph nor parameters that were brought together for it."""
+        self._forget_dry_run()
+        self._coming = ([], [])
+        self._parallel.after_dry_run()
+
+    def _forget_failed_step(self) -> None:
+        super()._forget_failed_step()
+        self._forget_dry_run()
+        self._coming = ([], [])
+
+    def _validate_inferred_metadata(self) -> None:
+        """Warn where examples were given that do not look like what was found."""
+        pairs = (
+            (self._user_meta.inputs, self._stage_meta.inputs, "input"),
+            (self._user_meta.outputs, self._stage_meta.outputs, "output"),
+            (self._user_meta.input_grads, self._stage_meta.input_grads, "input_grad"),
+            (self._user_meta.output_grads, self._stage_meta.output_grads, "output_grad"),
+        )
+        for given, found, name in pairs:
+            if given and found:
+                what = f"Stage {self.stage_index} {name}"
+                validate_tensors_metadata(what, given, found, warn_on_mismatch=True)
+
+
+def with_gradients(metas: Sequence[TensorMeta] | None) -> tuple[TensorMeta, ...] | None:
+    """Examples of what goes from stage to stage in training.
+
+    If none of them requires a gradient, all that can have one do: whoever writes ``torch.empty(...)`` for an example
+    thinks of shapes.
+    """
+    if metas is None or any(meta.requires_grad or isinstance(meta, _DTensorMeta) for meta in metas):
+        return None if metas is None else tuple(metas)
+    return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex) for meta in metas)
+
+
+def _like(
+    gradients: tuple[TensorMeta | None, ...] | None, tensors: tuple[TensorMeta, ...] | None
+) -> tuple[TensorMeta | None, ...] | None:
+    """The gradients of the tensors of another kind of microbatch: None where the first kind has none."""
+    if gradients is None or tensors is None:
+        return None
+    derived = _derive_grad_metas(tuple(replace(one, requires_grad=True) for one in tensors))
+    if any(one is not None and other is None for one, other in zip(gradients, derived, strict=True)):
+        raise PipeliningMetadataError(
+            "microbatches with DTensors differ in their shapes; make the batch a multiple of the number of microbatches"
+        )
+    return tuple(None if one is None else other for one, other in zip(gradients, derived, strict=True))
+
+
+def _zeroed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same leaf with zeros in it: what is left in memory may be no valid index."""
+    with torch.no_grad():
+        return tensor.zero_()

@@ -1,0 +1,338 @@
+"""How activations and gradients get from stage to stage: by operations to post, or handed over on one rank."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.fx.node import map_aggregate
+
+from penstock.execution.autograd import edge_of
+from penstock.execution.value_spec import wire
+from penstock.pipelining._stage.state import StageState
+from penstock.pipelining._stage.transfers import Connection, _normalize_model_output_as_tuple, _RecvInfo
+from penstock.pipelining._utils import (
+    PipeliningMetadataError,
+    TensorMeta,
+    _derive_grad_metas,
+    _DTensorMeta,
+    to_local_if_dtensor,
+)
+
+if TYPE_CHECKING:
+    from penstock.pipelining._stage.transfers import Layout
+
+
+class StageEdges(StageState):
+    """A stage and its neighbours.
+
+    A receive gets its buffer when it is asked for, and the buffer is the stage's input: it is free when the microbatch
+    is. So there are as many as are in flight or on their way, however many microbatches there are.
+    """
+
+    def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
+        """An operation for everything that comes from another stage."""
+        return [self._operation(dist.irecv, memory, source) for memory, source in self._incoming(recv_infos)]
+
+    def _operation(self, op: Any, tensor: torch.Tensor, stage: Any) -> dist.P2POp:
+        return dist.P2POp(op, tensor, self._resolve_peer_global_rank(stage), self.group)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that receive the inputs of a microbatch."""
+        return self._get_recv_ops(self.args_recv_info[fwd_chunk_id])
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that receive the gradients of a microbatch's outputs."""
+        if not self.has_backward or self.is_last:
+            return []
+        return self._get_recv_ops(self.grad_recv_info[bwd_chunk_id])
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that send the outputs of a microbatch."""
+        return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing(fwd_chunk_id)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The operations that send the gradients of a microbatch's inputs."""
+        return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing_gradients(bwd_chunk_id)]
+
+    # The same without operations, for messages that begin at once -----------------------------------------------------
+
+    def _receive_inputs(self, microbatch: int) -> list[dist.Work]:
+        return self._receive(self.args_recv_info[microbatch])
+
+    def _receive_gradients(self, microbatch: int) -> list[dist.Work]:
+        if not self.has_backward or self.is_last:
+            return []
+        return self._receive(self.grad_recv_info[microbatch])
+
+    def _send_outputs(self, microbatch: int) -> list[dist.Work]:
+        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing(microbatch)]
+
+    def _send_gradients(self, microbatch: int) -> list[dist.Work]:
+        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing_gradients(microbatch)]
+
+    def _receive(self, infos: tuple[_RecvInfo, ...]) -> list[dist.Work]:
+        return [self._connection(source).receive(memory) for memory, source in self._incoming(infos)]
+
+    def _connection(self, stage: int) -> Connection:
+        known = self._connections.get(stage)
+        if known is None:
+            group = self.group or dist.distributed_c10d._get_default_group()
+            known = Connection(group, self.stage_index_to_group_rank[stage], torch.device(self.device))
+            self._connections[stage] = known
+        return known
+
+    # What goes where --------------------------------------------------------------------------------------------------
+
+    def _incoming(self, infos: tuple[_RecvInfo, ...]) -> list[tuple[torch.Tensor, Any]]:
+        """Memory for everything that comes from another stage, and the stage."""
+        coming = []
+        for info in infos:
+            if info.is_root_arg:
+                continue
+            if info.buffer is not None:
+                coming.append((wire(info.buffer), info.source))
+            elif info.tensor_meta is not None:
+                coming.append((info.allocate(self.device), info.source))
+        return coming
+
+    def _outgoing(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
+        """The outputs of a microbatch as they go over the wire, and the stages that they go to."""
+        if self.is_last and microbatch not in self.fwd_cache:
+            return []
+        outputs, inputs = self.fwd_cache[microbatch]
+        metas = self._metas_of(microbatch).outputs
+        layouts = self._output_layouts.of(metas) if metas is not None and len(metas) == len(outputs) else None
+        going = []
+        for index, output in enumerate(outputs):
+            for stage in self.act_send_info[index]:
+                if stage is None:
+                    continue
+                # It has no history, or the operation would keep all of it.
+                tensor = to_local_if_dtensor(output, detach=True)
+                layout = layouts[index] if layouts else None
+                if layout is None:
+                    tensor = tensor.contiguous()
+                elif not layout.fits(tensor):
+                    what = f"stage {self.stage_index} microbatch {microbatch} output {index}"
+                    tensor = layout.arranged(tensor, what)
+                going.append((tensor, stage))
+        if going:
+            self._give_up_outputs(microbatch, outputs, inputs)
+        return going
+
+    def _give_up_outputs(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
+        """Keep of outputs that are on their way only where the backward begins, so that their memory can be freed."""
+        if not self._has_backward:
+            if not torch.is_grad_enabled():
+                del self.fwd_cache[microbatch]
+        elif self._is_plain or not (self._is_watched or self._parallel.keeps_outputs or self._has_own_backward()):
+            self.fwd_cache[microbatch] = tuple([beginning(output) for output in outputs]), inputs
+
+    def _has_own_backward(self) -> bool:
+        """Whether backwards run in another way than here, which may look at outputs that are on their way."""
+        return False
+
+    def _outgoing_gradients(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
+        """The gradients of a microbatch's inputs as they go over the wire, and the stages that they go to."""
+        if not self.has_backward or self.is_first:
+            return []
+        self._check_chunk_id(microbatch)
+        if self.grad_send_info is None:
+            self.grad_send_info = self._create_grad_send_info(self.args_recv_info[0])
+        gradients = self.bwd_cache.pop(microbatch)
+        going = []
+        for index, (gradient, stage) in enumerate(zip(gradients, self.grad_send_info, strict=True)):
+            if stage is None:
+                if gradient is not None:
+                    raise PipeliningMetadataError(
+                        f"stage {self.stage_index} microbatch {microbatch}: input {index} has a gradient, "
+                        "but there is no stage to send it to"
+                    )
+                continue
+            tensor = self._sendable_gradient(gradient, index, microbatch)
+            if tensor is not None:
+                going.append((tensor, stage))
+        return going
+
+    def _sendable_gradient(self, gradient: torch.Tensor | None, index: int, microbatch: int) -> torch.Tensor | None:
+        """What goes over the wire: zeros for an input that nothing depends on; None if nothing is waited for."""
+        layout = self._gradient_layout(index, microbatch)
+        if layout is None:
+            if gradient is None:
+                return None
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index} microbatch {microbatch}: input {index} has a gradient, but none was agreed, "
+                "so the stage before does not wait for it. DTensor grad metadata cannot be derived from that of the "
+                "activation, because the gradient may be placed otherwise: pass input_grads and output_grads, or let "
+                "a microbatch that has this gradient be the first"
+            )
+        if gradient is None:
+            return wire(layout.empty(self.device).zero_())
+        gradient = to_local_if_dtensor(gradient)
+        if layout.fits(gradient):
+            return gradient
+        return layout.arranged(gradient, f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}")
+
+    def _gradient_layout(self, index: int, microbatch: int) -> Layout | None:
+        metas = self._metas_of(microbatch).input_grads
+        if metas is None or index >= len(metas):
+            metas = (None,) * index + (self._get_grad_send_meta(index),)
+        return self._gradient_layouts.of(metas)[index]
+
+    def _get_grad_send_meta(self, input_idx: int) -> TensorMeta | None:
+        """What the gradient of an input looks like; None if it has none."""
+        gradients, inputs = self._stage_meta.input_grads, self._stage_meta.inputs
+        if gradients is not None and input_idx < len(gradients):
+            return gradients[input_idx]
+        if inputs is not None and input_idx < len(inputs):
+            return _derive_grad_metas((inputs[input_idx],))[0]
+        raise PipeliningMetadataError(
+            f"stage {self.stage_index}: input {input_idx} has a gradient to be sent, but no metadata is known for it"
+        )
+
+    def _create_grad_send_info(self, args_recv_info: tuple[_RecvInfo, ...]) -> list[int | None]:
+        """For every input the stage that its gradient goes to: where the input has come from."""
+        return [None if info.is_root_arg else info.source for info in args_recv_info]
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take the outputs of the stage before, which is on the same rank, as the inputs of a microbatch."""
+        outputs = _normalize_model_output_as_tuple(prev_stage_outputs)
+        for info, tensor in zip(self.args_recv_info[mb_index], outputs, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise AssertionError(
+                    f"stage {self.stage_index} microbatch {mb_index}: the stage before gave a {type(tensor).__name__}, "
+                    "where a tensor is needed"
+                )
+            if info.is_root_arg:
+                raise AssertionError(f"stage {self.stage_index} takes its inputs from no other stage: it is the first")
+            info.put(to_local_if_dtensor(tensor, detach=True))
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of a microbatch's inputs, for the stage before, which is on the same rank."""
+        if not self.has_backward:
+            raise AssertionError(f"stage {self.stage_index} has no backward, and so no gradients to give")
+        if self.is_first:
+            raise AssertionError(f"stage {self.stage_index} is the first: its gradients go to no other stage")
+        self._check_chunk_id(mb_index)
+        return self.bwd_cache.pop(mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Take gradients from the next stage, which is on the same rank, as those of a microbatch's outputs."""
+        if not isinstance(next_stage_bwd_outputs, tuple):
+            raise AssertionError(f"gradients come in a tuple, not in a {type(next_stage_bwd_outputs).__name__}")
+        if not self.has_backward:
+            raise AssertionError(f"stage {self.stage_index} has no backward, and so no use for gradients")
+        if self.is_last:
+            raise AssertionError(f"stage {self.stage_index} is the last: its gradients come from no other stage")
+        for info, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
+            if tensor is None:
+                if info.tensor_meta is not None or info.buffer is not None:
+                    _zero(info, self.device)
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                raise AssertionError(f"the next stage gave a {type(tensor).__name__}, where a gradient is needed")
+            if info.is_root_arg:
+                raise AssertionError(f"stage {self.stage_index}: {info.input_name} is no gradient that is received")
+            info.put(to_local_if_dtensor(tensor))
+
+    def _map_tensor_from_recv_info(self, recv_infos: tuple[_RecvInfo, ...]) -> Any:
+        """The buffers of inputs."""
+
+        def buffer_of(info: Any) -> Any:
+            if info.is_root_arg:
+                raise PipeliningMetadataError(f"{info.input_name} is an argument of the model, which is not received")
+            return info.buffer
+
+        return map_aggregate(cast("Any", recv_infos), buffer_of)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
+        """The inputs of a microbatch, as leaves of its graph."""
+        needs_gradients = self.has_backward and torch.is_grad_enabled()
+        activations = []
+        for info in self.args_recv_info[fwd_chunk_id]:
+            buffer, meta = info.buffer, info.tensor_meta
+            if info.is_root_arg:
+                raise PipeliningMetadataError(f"{info.input_name} is an argument of the model, which is not received")
+            if buffer is None or meta is None:
+                missing = "buffer" if buffer is None else "metadata"
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index} microbatch {fwd_chunk_id}: no {missing} for input {info.input_name}; "
+                    "was it received?"
+                )
+            if isinstance(meta, _DTensorMeta):
+                buffer = self._distributed(buffer, meta, info)
+            activation = buffer.requires_grad_(meta.requires_grad and needs_gradients)
+            if activation.requires_grad and not activation.is_leaf:
+                warnings.warn(
+                    f"stage {self.stage_index}: input {info.input_name} is no leaf (grad_fn={activation.grad_fn}); "
+                    "its gradient is kept beside it",
+                    stacklevel=2,
+                )
+                activation.retain_grad()
+            activations.append(activation)
+            info.forget()
+        return tuple(activations)
+
+    def _distributed(self, local: torch.Tensor, meta: _DTensorMeta, info: _RecvInfo) -> torch.Tensor:
+        """A distributed tensor again, from the part of it that was received."""
+        if local.requires_grad:
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: what was received for {info.input_name} requires a gradient before it is "
+                "a DTensor"
+            )
+        mesh = self._mesh_cache.get_mesh(meta.mesh_cache_key)
+        distributed: torch.Tensor = DTensor.from_local(
+            local, mesh, meta.placements, run_check=False, shape=meta.global_shape, stride=meta.global_stride
+        )
+        return distributed
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of a microbatch's outputs; None for one that has none."""
+        gradients: list[torch.Tensor | None] = []
+        for info in self.grad_recv_info[bwd_chunk_id]:
+            buffer, meta = info.buffer, info.tensor_meta
+            if info.is_root_arg:
+                raise PipeliningMetadataError(f"stage {self.stage_index}: {info.input_name} is no gradient")
+            if (buffer is None) != (meta is None):
+                missing = "buffer" if buffer is None else "metadata"
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index} microbatch {bwd_chunk_id}: no {missing} for gradient {info.input_name}; "
+                    "was it received?"
+                )
+            if buffer is not None and isinstance(meta, _DTensorMeta):
+                buffer = self._distributed(buffer, meta, info)
+            gradients.append(buffer)
+            info.forget()
+        return tuple(gradients)
+
+    def clear_runtime_states(self) -> None:
+        """A step begins: forget the one before."""
+        self.fwd_cache.clear()
+        self._by_keyword.clear()
+        self.output_chunks.clear()
+        self.bwd_cache.clear()
+        self.backward_state.clear()
+        self.dw_runner.clear()
+        self._connections.clear()
+        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+            for info in infos:
+                info.forget()
+                if info.buffer is not None and not info.is_root_arg:
+                    info.buffer.grad = None
+
+
+def beginning(output: Any) -> Any:
+    """Where the backward of an output begins, without the output; None if it has none; a leaf itself."""
+    if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        return None
+    return output if output.grad_fn is None else edge_of(output)
+
+
+def _zero(info: _RecvInfo, device: torch.device) -> None:
+    if info.buffer is None:
+        info.allocate(device)
+    info.buffer.zero_()  # type: ignore[union-attr]

@@ -1,0 +1,156 @@
+"""What a stage knows and holds."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+from penstock.graph.heap import keep_all_freed_memory
+from penstock.pipelining._stage.parallel import NotShared, Parallel, parallel_of
+from penstock.pipelining._stage.transfers import Layouts
+from penstock.pipelining._utils import _MeshCache, _StageMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.pipelining._stage.transfers import Connection, _RecvInfo
+
+logger = logging.getLogger("penstock.pipelining.stage")
+
+
+class StageState:
+    """The attributes of a stage, and what follows from them.
+
+    Attributes:
+        submod: the module that it runs.
+        stage_index: which stage it is.
+        num_stages: how many there are.
+        device: where it runs.
+        group: the ranks of the pipeline; None for all.
+        group_rank: this rank in the group.
+        group_size: how many ranks it has.
+        dw_builder: called after a backward; returns what computes the gradients of the weights.
+        backward_state: by microbatch, what is left between the two halves of a backward.
+        dw_runner: by microbatch, the second half.
+        fwd_cache: by microbatch, the outputs and the inputs of a forward; once sent, outputs are kept as edges of the
+            autograd graph.
+        bwd_cache: by microbatch, the gradients of the inputs.
+        output_chunks: the outputs of the last stage.
+        args_recv_info: by microbatch, the inputs.
+        act_send_info: by output, the stages that it goes to.
+        grad_recv_info: by microbatch, the gradients of the outputs.
+        grad_send_info: by input, the stage that its gradient goes to.
+        chunks: how many microbatches there are, once it is known.
+        stage_index_to_group_rank: the rank of every stage.
+    """
+
+    _submodule: tuple[Any, type] = (None, type(None))
+    _parallel_of_submodule: Parallel = NotShared()
+    _has_backward = False
+    #: Whether, while this step runs, all computation is as written here, of a module that is not shared.
+    _is_plain = False
+    #: Whether, while this step runs, functions of the user may look at outputs that are on their way.
+    _is_watched = False
+    #: Which kind each microbatch is of, if there are several: those of one kind have equal shapes.
+    _kinds: tuple[int, ...] = ()
+    #: What is known of kinds other than the first.
+    _other_metas: tuple[_StageMeta, ...] = ()
+
+    def __init__(
+        self,
+        submodule: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+    ) -> None:
+        super().__init__()
+        if stage_index >= num_stages:
+            raise ValueError(f"stage index {stage_index} is out of range: there are {num_stages} stages, from 0 on")
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = device
+        self.group = group
+        self.dw_builder = dw_builder
+        self.group_rank = dist.get_rank(group)
+        self.group_size = dist.get_world_size(group)
+        if self.group_size > num_stages:
+            raise RuntimeError(
+                f"the pipeline group has {self.group_size} ranks for {num_stages} stages: each rank needs one at least"
+            )
+        self.log_prefix = f"[Stage {stage_index}]"
+        self.has_backward = False
+        self.chunks: int | None = None
+        self.stage_index_to_group_rank = {stage: stage % self.group_size for stage in range(num_stages)}
+        self._begin_empty()
+        self._mesh_cache = _MeshCache()
+        # For every tensor of every microbatch, which takes time: only when torch is asked for details.
+        self._runtime_validate = get_debug_level() == DebugLevel.DETAIL
+        self._stage_meta = _StageMeta()
+        if str(device).startswith("cpu"):
+            keep_all_freed_memory()
+
+    def _begin_empty(self) -> None:
+        self.backward_state: dict[int, tuple[Any, ...]] = {}
+        self.dw_runner: dict[int, Callable[..., None]] = {}
+        self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
+        self._by_keyword: dict[int, int] = {}  # how many of the inputs there, the last ones
+        self.bwd_cache: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        self.output_chunks: list[Any] = []
+        self.args_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
+        self.act_send_info: dict[int, list[Any]] = {}
+        self.grad_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
+        self.grad_send_info: list[int | None] | None = None
+        self._connections: dict[int, Connection] = {}
+        self._output_layouts = Layouts()
+        self._gradient_layouts = Layouts()
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients are computed. A schedule with a loss function sets it."""
+        return self._has_backward
+
+    @has_backward.setter
+    def has_backward(self, has_backward: bool) -> None:
+        self._has_backward = has_backward
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first stage of the pipeline."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last stage of the pipeline."""
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def _parallel(self) -> Parallel:
+        """How the parameters of the module are shared. The module may be replaced at any time."""
+        submodule, kind = self._submodule
+        if self.submod is not submodule or type(submodule) is not kind:  # fully_shard changes the type
+            self._submodule = self.submod, type(self.submod)
+            self._parallel_of_submodule = parallel_of(self.submod)
+        return self._parallel_of_submodule
+
+    def _metas_of(self, microbatch: int) -> _StageMeta:
+        """What the tensors of a microbatch look like."""
+        kind = self._kinds[microbatch] if self._kinds else 0
+        return self._other_metas[kind - 1] if kind else self._stage_meta
+
+    def _check_chunk_id(self, chunk_id: int) -> None:
+        if self.chunks is None:
+            raise RuntimeError(f"{self.log_prefix} microbatch {chunk_id}: how many there are is not known yet (chunks)")
+        if chunk_id >= self.chunks:
+            raise RuntimeError(f"{self.log_prefix} microbatch {chunk_id} is out of range [0, {self.chunks})")
+
+    def _resolve_peer_global_rank(self, stage_idx: int) -> int:
+        """The rank, among all, that holds a stage."""
+        group = self.group or dist.distributed_c10d._get_default_group()
+        return dist.get_global_rank(group, self.stage_index_to_group_rank[stage_idx])

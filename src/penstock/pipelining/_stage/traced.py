@@ -1,0 +1,201 @@
+"""Stages of a traced model: what they exchange is in the graph of the pipeline."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from penstock.pipelining._stage.base import _PipelineStageBase
+from penstock.pipelining._stage.state import logger
+from penstock.pipelining._stage.transfers import _RecvInfo
+from penstock.pipelining._utils import (
+    PipeInfo,
+    PipeliningMetadataError,
+    TensorMeta,
+    _derive_grad_metas,
+    _TensorMeta,
+    flatten_args,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    import torch.distributed as dist
+    from torch import fx
+
+    from penstock.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
+
+
+class _PipelineStage(_PipelineStageBase):
+    """A stage of a traced model.
+
+    Args:
+        stage_module: the graph module of the stage.
+        stage_index: which stage it is.
+        pipe_info: the graph of the pipeline, which calls the modules of all stages.
+        device: where it runs.
+        group: the ranks of the pipeline; all of them by default.
+    """
+
+    def __init__(
+        self,
+        stage_module: torch.nn.Module,
+        stage_index: int,
+        pipe_info: PipeInfo,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group)
+        self.pipe_info = pipe_info
+        calls = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
+        if len(calls) != self.num_stages:
+            raise PipeliningMetadataError(
+                f"the graph of the pipeline calls {len(calls)} modules, for {self.num_stages} stages"
+            )
+        self.node: fx.Node = calls[stage_index]
+        self.name = self.node.name
+        self.submod_to_stage_index: dict[str, int] = {}
+        for index, node in enumerate(calls):
+            self.submod_to_stage_index.setdefault(node.name, index)
+        logger.info("[%s] stage %s is %s", self.group_rank, stage_index, self.name)
+        self._move_submod_to_device()
+
+    def _move_submod_to_device(self) -> None:
+        """Move the module; one without values stays where it is."""
+        if not any(isinstance(one, FakeTensor) or one.is_meta for one in self.submod.parameters()):
+            self.submod.to(self.device)
+
+    def get_stage_index_of_submod(self, submod_name: str) -> int:
+        """Which stage a module of the graph is."""
+        if submod_name not in self.submod_to_stage_index:
+            known = ", ".join(self.submod_to_stage_index)
+            raise PipeliningMetadataError(f"no stage is called {submod_name!r}; there are {known}")
+        return self.submod_to_stage_index[submod_name]
+
+    def find_dst_rank(self, user: fx.Node) -> int | None:
+        """The stage that a user of an output is; None if it is none."""
+        return self.get_stage_index_of_submod(user.name) if user.op == "call_module" else None
+
+    def _prepare_forward_infra(
+        self,
+        num_microbatches: int,
+        args: tuple[Any, ...] | _StageForwardMeta | None,
+        kwargs: dict[str, Any] | None = None,  # noqa: ARG002
+        has_backward: bool = False,  # noqa: ARG002
+    ) -> _StageForwardMeta | None:
+        for microbatch in range(num_microbatches):
+            self.args_recv_info[microbatch] = self._create_act_recv_info()
+        infos = self.args_recv_info[0]
+        if self.is_first:
+            if not isinstance(args, tuple):
+                raise AssertionError(f"stage 0 needs the arguments of the model, not {type(args).__name__}")
+            infos = infos[: len(args)]  # the rest is passed by keyword
+        else:
+            infos = tuple(info for info in infos if not info.is_root_arg)
+        self._stage_meta.inputs = tuple(info.tensor_meta for info in infos if info.tensor_meta is not None)
+        self.act_send_info = self._create_act_send_info()
+        return None
+
+    def _prepare_backward_infra(
+        self,
+        num_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,  # noqa: ARG002
+        target: torch.Tensor | None = None,  # noqa: ARG002
+        received_grad_meta: _StageBackwardMeta | None = None,  # noqa: ARG002
+        loss_kwargs: dict[str, Any] | None = None,  # noqa: ARG002
+    ) -> _StageBackwardMeta | None:
+        if self._stage_meta.inputs is None:
+            raise PipeliningMetadataError(f"stage {self.stage_index}: its inputs are not known yet")
+        self._stage_meta.input_grads = _derive_grad_metas(self._stage_meta.inputs)
+        self._setup_backward_recv_info(num_microbatches)
+        return None
+
+    def _create_act_recv_info(self) -> tuple[_RecvInfo, ...]:
+        """The inputs of a microbatch: arguments of the model, and what comes from other stages."""
+        graph: fx.Graph = self.submod.graph  # type: ignore[assignment]
+        inside = [node for node in graph.nodes if node.op == "placeholder"]
+        return tuple(self._received(node, argument) for node, argument in zip(inside, self.node.args, strict=True))
+
+    def _received(self, node: fx.Node, argument: Any) -> _RecvInfo:
+        example = node.meta["val"]
+        self._refuse_distributed(example, f"input {node.name!r}")
+        if argument.op == "placeholder":
+            meta = _TensorMeta.from_tensor(example)
+            return _RecvInfo(f"root_input_{node.name}", None, None, meta, is_root_arg=True)
+        while argument.target is operator.getitem:
+            argument = argument.args[0]
+        if argument.op != "call_module":
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: input {node.name!r} comes from a {argument.op}, not from a stage"
+            )
+        return _RecvInfo(argument.name, self.get_stage_index_of_submod(argument.name), None, self._described(example))
+
+    def _described(self, example: torch.Tensor) -> _TensorMeta:
+        """What goes from stage to stage. It was traced without gradients, whatever the training needs."""
+        needed = self.has_backward and example.is_floating_point()
+        return _TensorMeta(example.shape, example.stride(), example.dtype, needed)
+
+    def _refuse_distributed(self, example: object, what: str) -> None:
+        if isinstance(example, DTensor):
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: {what} is a DTensor, which a traced pipeline cannot send; use PipelineStage"
+            )
+
+    def _create_act_send_info(self) -> dict[int, list[Any]]:
+        """For every output the stages that it goes to."""
+        found: dict[int, list[Any]] = {}
+        index = 0
+        for user in self.node.users:
+            is_item = user.target is operator.getitem
+            users = list(user.users) if is_item else [user]
+            stages = [stage for stage in map(self.find_dst_rank, users) if stage is not None]
+            found.setdefault(index, []).extend(stages)
+            index += is_item
+        values = [value.meta["val"] for value in flatten_args(self._get_output_node().args)]
+        for place, value in enumerate(values):
+            self._refuse_distributed(value, f"output {place}")
+        self._stage_meta.outputs = tuple(map(self._described, values))
+        return found
+
+    def _get_output_node(self) -> fx.Node:
+        graph: fx.Graph = self.submod.graph  # type: ignore[assignment]
+        nodes = [node for node in graph.nodes if node.op == "output"]
+        if len(nodes) != 1:
+            raise PipeliningMetadataError(
+                f"the graph of stage {self.stage_index} should have one output node, and has {len(nodes)}"
+            )
+        output: fx.Node = nodes[0]
+        return output
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[_RecvInfo, ...]:
+        outputs = self._stage_meta.outputs
+        if outputs is None:
+            raise PipeliningMetadataError(f"stage {self.stage_index}: its outputs are not known yet")
+        infos = []
+        for index, derived in enumerate(_derive_grad_metas(outputs)):
+            stages = act_send_info.get(index, [])
+            if stages and derived is not None and len(stages) != 1:
+                raise PipeliningMetadataError(
+                    f"stage {self.stage_index}: output {index} goes to stages {stages}; the backward of skip "
+                    "connections is not supported yet"
+                )
+            meta: TensorMeta | None = derived if stages else None
+            source = stages[0] if stages else self.stage_index + 1
+            infos.append(_RecvInfo(f"recv_grad_for_{self.stage_index}_from_{source}", source, None, meta))
+        self._stage_meta.output_grads = tuple(info.tensor_meta for info in infos)
+        return tuple(infos)
+
+
+def build_stage(
+    stage_module: torch.nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> _PipelineStage:
+    """A stage of a traced model; see ``_PipelineStage``."""
+    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)

@@ -1,0 +1,200 @@
+"""What a stage sends and receives: descriptions, buffers, and the layout in which a tensor goes over the wire."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from penstock.execution.value_spec import wire
+from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
+
+_REMEMBERED = 16
+_GLOO = getattr(dist, "ProcessGroupGloo", None)  # torch may be built without
+
+
+def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
+    """What a module returns, as a tuple of what goes to the next stage.
+
+    >>> _normalize_model_output_as_tuple([1, 2]), _normalize_model_output_as_tuple(1)
+    ((1, 2), (1,))
+    """
+    if type(output) is tuple:
+        return output
+    return tuple(output) if type(output) is list else (output,)
+
+
+class _RecvInfo:
+    """An input of a stage for one microbatch: where it comes from, what it looks like, and where it is put.
+
+    Attributes:
+        input_name: a name for messages.
+        source: the stage that it comes from; None for an argument of the whole model.
+        buffer: what it is received into. There is one from the moment the receive is asked for until it is used.
+        tensor_meta: what it looks like; None if nothing comes.
+        is_root_arg: whether it is an argument of the whole model, which is not received.
+    """
+
+    def __init__(
+        self,
+        input_name: str,
+        source: int | None,
+        buffer: torch.Tensor | None,
+        tensor_meta: TensorMeta | None,
+        *,
+        is_root_arg: bool = False,
+    ) -> None:
+        self.input_name = input_name
+        self.source = source
+        self.buffer = buffer
+        self.tensor_meta = tensor_meta
+        self.is_root_arg = is_root_arg
+        self._for_one_use = False
+        self._layout: Layout | None = None
+
+    def __repr__(self) -> str:
+        if self.is_root_arg:
+            return f"_RecvInfo(input={self.input_name}, root_arg=True)"
+        shape = None if self.buffer is None else self.buffer.size()
+        kind = "None" if self.tensor_meta is None else type(self.tensor_meta).__name__
+        return f"_RecvInfo(input={self.input_name}, source={self.source}, shape={shape}, meta={kind})"
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """A new buffer, which is given up when it is taken; returns its memory, as it is received."""
+        if self._layout is None:
+            assert self.tensor_meta is not None
+            self._layout = Layout.of(self.tensor_meta)
+        shape, stride, dtype, is_contiguous = self._layout
+        self.buffer = buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self._for_one_use = True
+        return buffer if is_contiguous else wire(buffer)
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """A tensor in place of a received one."""
+        self.buffer = tensor
+        self._for_one_use = True
+
+    def forget(self) -> None:
+        """Give up the buffer, unless someone else has put it there."""
+        if self._for_one_use:
+            self.buffer = None
+            self._for_one_use = False
+
+
+class Layout(NamedTuple):
+    """How a tensor goes over the wire: dense, in the order of dimensions that its description has.
+
+    >>> from penstock.pipelining._utils import extract_tensor_meta
+    >>> Layout.of(extract_tensor_meta(torch.ones(3, 2).T)).stride
+    (1, 2)
+    >>> Layout.of(extract_tensor_meta(torch.ones(2, 1).expand(2, 3))).stride
+    (3, 1)
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_contiguous: bool
+
+    @classmethod
+    def of(cls, meta: TensorMeta) -> Layout:
+        """The layout of what is described; of a distributed tensor, of the part that is here."""
+        described = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+        dense = torch.empty_like(described)
+        return cls(meta.shape, dense.stride(), meta.dtype, dense.is_contiguous())
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor to receive into."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor can be sent as it is."""
+        shape, _, dtype, is_contiguous = self
+        return (
+            is_contiguous
+            and tensor.is_contiguous()
+            and tensor.shape == shape
+            and tensor.dtype is dtype
+            and not tensor.is_neg()
+            and not (dtype.is_complex and tensor.is_conj())
+        )
+
+    def arranged(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        """The memory of a tensor in this layout, as it is sent; an error that says what if it is not as described."""
+        if tensor.shape != self.shape or tensor.dtype is not self.dtype:
+            differs = "shape" if tensor.shape != self.shape else "dtype"
+            raise PipeliningMetadataError(
+                f"{what}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)} when the first step of "
+                "its kind began; give all batches the same size, e.g. leave out the last of an epoch, or fill it up"
+            )
+        if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = self.empty(tensor.device).copy_(tensor)
+        return wire(tensor)
+
+
+class Layouts:
+    """The layouts of tuples of descriptions, found when a tuple is seen for the first time."""
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[object, tuple[Layout | None, ...]]] = {}
+
+    def of(self, metas: tuple[TensorMeta | None, ...]) -> tuple[Layout | None, ...]:
+        """The layout of each; None where there is no description."""
+        known = self._known.get(id(metas))
+        if known is None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            # With the tuple itself, so that no other one can have its id.
+            known = metas, tuple(None if meta is None else Layout.of(meta) for meta in metas)
+            self._known[id(metas)] = known
+        return known[1]
+
+
+class Connection:
+    """The way to the rank of another stage, for as long as a step."""
+
+    __slots__ = ("_group", "_peer", "_receive", "_send")
+
+    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
+        """The peer is a rank in the group."""
+        self._group, self._peer = group, peer
+        # A call of the group takes twice as long as one of its backend.
+        begins: Any = _gloo_of(group, device) or group
+        self._send, self._receive = begins.send, begins.recv
+
+    def send(self, tensor: torch.Tensor) -> Any:
+        """Begin to send; as ``dist.isend`` does, without looking up what is known."""
+        if type(tensor) is torch.Tensor and not tensor.is_complex():
+            return self._send([tensor], self._peer, 0)
+        return dist.isend(tensor, group=self._group, group_dst=self._peer)
+
+    def receive(self, tensor: torch.Tensor) -> Any:
+        """Begin to receive; as ``dist.irecv`` does."""
+        if not tensor.is_complex():
+            return self._receive([tensor], self._peer, 0)
+        return dist.irecv(tensor, group=self._group, group_src=self._peer)
+
+
+def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group carries tensors on a device by gloo."""
+    if group is None:
+        group = dist.group.WORLD
+    return type(group) is dist.ProcessGroup and f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def _gloo_of(group: Any, device: torch.device) -> Any:
+    """What carries a group's tensors on a device, if that is gloo, with nothing around it; None if it is not."""
+    if type(group) is not dist.ProcessGroup:
+        return None
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:  # there is none for the device
+        return None
+    return backend if type(backend) is _GLOO else None
+
+
+def _told(described: Any) -> str:
+    return f"{str(described.dtype).removeprefix('torch.')}{list(described.shape)}"

@@ -1,0 +1,72 @@
+"""Functions of the user's own in the place of what the runtime does for an action."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import StageError
+
+if TYPE_CHECKING:
+    from penstock.execution.native import Workplace
+    from penstock.execution.stage import Stage
+    from penstock.execution.step import Operation, Step
+    from penstock.ir.actions import Action, ComputationType
+    from penstock.runtime.pipeline import Pipeline
+
+#: Gets the action and its context.
+CustomFunction = Callable[["Action", "Context"], Any]
+
+
+class Context:
+    """What a custom function works with.
+
+    Attributes:
+        pipe: the pipeline.
+        step: the state of the step.
+    """
+
+    __slots__ = ("_custom", "pipe", "step")
+
+    def __init__(self, pipe: Pipeline, step: Step, custom: Custom) -> None:
+        self.pipe = pipe
+        self.step = step
+        self._custom = custom
+
+    def run(self, action: Action) -> None:
+        """Do what the runtime itself does for an action, or for a part of an overlap."""
+        operation = self._custom.default(action)
+        if operation is not None:
+            operation(self.step)
+
+    def stage(self, action: Action) -> Stage:
+        """The stage of an action."""
+        found = self.pipe.stages.get(action.stage_index)
+        if found is None:
+            raise StageError(f"{action} is of a stage that is not on rank {self.pipe.rank}", stage=action.stage_index)
+        return found
+
+
+class Custom:
+    """Makes operations: of the user's functions where there are any, else the runtime's own."""
+
+    def __init__(
+        self, pipe: Pipeline, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]
+    ) -> None:
+        self._pipe = pipe
+        self._workplace = workplace
+        self._functions = functions
+        self._defaults: dict[Action, Operation | None] = {}
+
+    def default(self, action: Action) -> Operation | None:
+        """What the runtime itself does."""
+        if action not in self._defaults:
+            self._defaults[action] = self._workplace.operation(action)
+        return self._defaults[action]
+
+    def operation(self, action: Action) -> Operation | None:
+        """What is to be done for an action."""
+        function = self._functions.get(action.computation_type)
+        if function is None:
+            return self._workplace.operation(action, self.operation)
+        return lambda step: function(action, Context(self._pipe, step, self))

@@ -1,0 +1,110 @@
+"""When a step fails on one rank, all ranks are told, and nothing half done is left behind."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.errors import PenstockError, StepError
+from penstock.execution import native as operations
+from penstock.execution.stage import CHANGES_INPUTS
+from penstock.runtime.transport.failure_messages import step_error
+from penstock.runtime.transport.protocol import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from penstock.execution.stage import Stage
+    from penstock.ir.actions import Action
+    from penstock.runtime.transport.protocol import Transport
+
+
+class Telling:
+    """Around a step: an error here becomes one on every rank, and the pipeline is not used any more.
+
+    A step that failed has added some gradients and not others, and some ranks may have completed it, or be at something
+    else by now. So that nobody uses a part of them, every rank drops its gradients when it learns of the failure.
+    """
+
+    def __init__(self, transport: Transport, stages: Iterable[Stage], action: Callable[[], Action | None]) -> None:
+        """`action` tells which action is under way, None outside the program."""
+        self._transport = transport
+        self._stages = stages
+        self._action = action
+        self._has_failed = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            return
+        transport = self._transport
+        cause = transport.explain(error)
+        told = transport.fail(cause or failure_of(error, transport.rank, self._action()))
+        self.leave_nothing()
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            return
+        if isinstance(error, StepError) and str(error) == told.message:
+            return  # of a step in this one
+        if cause is not None:  # what this rank noticed is only the effect
+            raise step_error(told) from None
+        if isinstance(error, PenstockError) and told.action is None and told.rank == transport.rank:
+            return  # a mistake in the call, and it says so best itself
+        raise step_error(told, traceback=told.rank != transport.rank) from error
+
+    def leave_nothing(self) -> None:
+        """Drop the gradients, once: a pipeline that is built instead may have made others since."""
+        if not self._has_failed:
+            self._has_failed = True
+            for stage in self._stages:
+                stage.module.zero_grad(set_to_none=True)
+
+
+def failure_of(error: BaseException, rank: int, action: Action | None) -> Failure:
+    """An error on this rank, as every rank is told of it."""
+    place = ""
+    if action is not None:
+        place = f" in {action} ({'; '.join([*map(_place, action.leaves), *_shapes(error)])})"
+    return Failure(
+        rank,
+        f"rank {rank} failed{place}: {type(error).__name__}: {_said(error)}",
+        action=str(action) if action else None,
+        stage=action.leaves[0].stage_index if action else None,
+        microbatch=action.leaves[0].microbatch_index if action else None,
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _place(part: Action) -> str:
+    microbatch = "" if part.microbatch_index is None else f", microbatch {part.microbatch_index}"
+    return f"stage {part.stage_index}{microbatch}"
+
+
+def _said(error: BaseException) -> str:
+    try:
+        said = str(error) or "no message"
+        return f"{said} Say so: Stage(index, module, changes_inputs=True)" if CHANGES_INPUTS in said else said
+    except Exception as another:  # it is not ours, and the others must be told in any case
+        return f"its message cannot be shown ({type(another).__name__})"
+
+
+def _shapes(error: BaseException) -> list[str]:
+    """What the operation that raised was working on: asked of its frame, since it must not be kept for this."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == operations.__file__:
+            for name, told in (("args", "inputs"), ("gradients", "gradients")):
+                if tensors := _tensors(frame.f_locals.get(name)):
+                    return [f"{told} {', '.join(map(_shape, tensors))}"]
+    return []
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    """In any kind of tensor, also one that could not be sent."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,166 @@
+"""The norm of all gradients of a pipeline, and gradients scaled down to a largest norm."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import RunError, StageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.execution.stage import Stage
+    from penstock.runtime.transport.protocol import Transport
+
+_NORM: Final = struct.Struct("<d?")
+_WIDE: Final = (torch.float64, torch.complex128)
+_NARROW: Final = (torch.float16, torch.bfloat16)
+#: Added to the norm before it divides, as torch does.
+_TINY: Final = 1e-6
+
+
+def clip_grad_norm_(
+    stages: Mapping[int, Stage],
+    transport: Transport,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of a pipeline down to a norm of `max_norm` at most; all ranks call it.
+
+    >>> from penstock.execution.stage import Stage
+    >>> from penstock.runtime.transport.threads import thread_transports
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    >>> clip_grad_norm_({0: Stage(0, layer)}, thread_transports(1)[0], max_norm=1.0)
+    tensor(5.)
+    >>> layer.weight.grad
+    tensor([[0.6000, 0.8000]])
+
+    Returns:
+        The norm before, the same on every rank.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0:
+        raise StageError(f"norm_type is a positive number, or inf for the largest gradient, not {norm_type!r}")
+    parameters = parameters_of(stages)
+    wide = any(parameter.grad.dtype in _WIDE for parameter in parameters if parameter.grad is not None)
+    told = transport.exchange(_NORM.pack(shared_norm(parameters, norm_type), wide))
+    norms, widths = zip(*map(_NORM.unpack, told), strict=True)
+    total = combined(norms, norm_type)
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RunError(
+            f"the norm of order {norm_type:g} of the gradients is {total}, so they cannot be clipped; to scale them "
+            "with it anyway, set error_if_nonfinite=False"
+        )
+    scale = max_norm / (total + _TINY)
+    if not scale >= 1:  # also if it is not a number
+        with torch.no_grad():
+            for gradient in local_gradients(parameters):
+                gradient.mul_(scale)
+    device = next(iter(stages.values())).device
+    return torch.tensor(total, dtype=torch.float64 if any(widths) else torch.float32, device=device)
+
+
+def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:
+    """The parameters of some stages, each once."""
+    return list(dict.fromkeys(parameter for stage in stages.values() for parameter in stage.module.parameters()))
+
+
+def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients, or what is on this rank of them, without the empty ones. To be changed in place, if at all."""
+    parts = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [part for part in parts if part.numel() > 0]
+
+
+def shared_norm(parameters: Sequence[torch.nn.Parameter], norm_type: float) -> float:
+    """The norm of the gradients of this rank. Of a gradient in shards, all shards count; of equal copies, one.
+
+    All ranks that hold shards call it together.
+    """
+    together: dict[tuple[Any, ...], list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad or parameter.grad is not None:
+            together.setdefault(_shard_groups(parameter), []).append(parameter)
+    norms = []
+    for groups, alike in together.items():
+        norm = combined(_norms([_placed(one) for one in alike if one.grad is not None], norm_type), norm_type)
+        for group in groups:
+            norm = combined(_gathered(norm, group, alike[0].device), norm_type)
+        norms.append(norm)
+    return combined(norms, norm_type)
+
+
+def combined(norms: Sequence[float], norm_type: float) -> float:
+    """The norm of everything, from the norms of its parts.
+
+    >>> combined([3.0, 4.0], 2.0), combined([3.0, 4.0], math.inf)
+    (5.0, 4.0)
+    """
+    if any(math.isnan(norm) for norm in norms):
+        return math.nan
+    largest = max(norms, default=0.0)
+    if largest == 0 or math.isinf(largest) or math.isinf(norm_type):
+        return largest
+    # Divided first, so that no power is too large for a number.
+    return float(largest * math.fsum((norm / largest) ** norm_type for norm in norms) ** (1 / norm_type))
+
+
+def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[float]:
+    """The norm of each tensor that is not empty, at least in single precision."""
+    norms = [
+        torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32 if tensor.dtype in _NARROW else None)
+        for tensor in tensors
+        if tensor.numel() > 0
+    ]
+    if not norms:
+        return []
+    # Brought to one device, so that there is one wait for it.
+    values: list[float] = torch.stack([norm.to(norms[0]) for norm in norms]).tolist()
+    return values
+
+
+def _gathered(norm: float, group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    mine = torch.tensor([norm], dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, mine, group=group)
+    norms: list[float] = torch.cat(all_of_them).tolist()
+    return norms
+
+
+def _is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor. Where that type has not been imported, there are none."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = tensor.to_local() if _is_distributed(tensor) else tensor
+    return part
+
+
+def _placed(parameter: Any) -> torch.Tensor:
+    """The gradient of a parameter, or what is on this rank of it, cut as the parameter is."""
+    gradient = parameter.grad.detach()
+    if _is_distributed(gradient) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return _local(gradient)
+
+
+def _shard_groups(parameter: Any) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which a parameter is cut; none for one that is whole here."""
+    if not _is_distributed(parameter):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    )

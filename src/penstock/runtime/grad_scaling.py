@@ -1,0 +1,72 @@
+"""Gradients scaled against underflow, by torch's ``GradScaler``: one scale for the pipeline, one overflow for all."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from penstock.errors import StageError
+from penstock.runtime.grad_clipping import local_gradients, parameters_of, shared_norm
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from penstock.execution.stage import Stage
+    from penstock.runtime.transport.protocol import Transport
+
+_TOLD: Final = struct.Struct("<d?")
+
+
+class Scaling:
+    """What a pipeline does with the scaler of this rank; there is one on every rank.
+
+    The scale goes into the gradient of the losses, so losses stay as they are, and gradients are scaled when the step
+    ends. Then ``scaler.unscale_``, ``scaler.step`` and ``scaler.update`` are used on every rank as if there were no
+    other: they take the same decision everywhere, because an overflow on one rank is made one on all.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, stages: Mapping[int, Stage], transport: Transport) -> None:
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise StageError(f"scaler is a torch.amp.GradScaler, not {scaler!r}")
+        self._scaler = scaler
+        self._stages = stages
+        self._transport = transport
+        self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        """What the gradient of a loss is multiplied by in this step."""
+        return self._scale
+
+    def begin(self) -> float:
+        """A step begins: what the gradient of a loss is multiplied by."""
+        device = next(iter(self._stages.values())).device
+        one: Any = self._scaler.scale(torch.ones((), device=device))
+        self._scale = float(one)
+        return self._scale
+
+    def agree(self) -> None:
+        """A step has ended: where another rank has a gradient that is not finite, have one here as well."""
+        if not self._scaler.is_enabled():
+            return
+        parameters = parameters_of(self._stages)
+        overflow = not math.isfinite(shared_norm(parameters, math.inf))
+        told = [_TOLD.unpack(data) for data in self._transport.exchange(_TOLD.pack(self._scale, overflow))]
+        for rank, (scale, _) in enumerate(told):
+            if scale != self._scale:
+                raise StageError(
+                    f"rank {rank} has scaled its gradients by {scale:g}, rank {self._transport.rank} by "
+                    f"{self._scale:g}: begin with equal scalers, and call step and update on every rank"
+                )
+        if any(there for _, there in told):
+            self._overflow(local_gradients(parameters))
+
+    def _overflow(self, gradients: list[torch.Tensor]) -> None:
+        """Make the scaler of this rank see an overflow."""
+        found = [gradient for gradient in gradients if gradient.numel()]
+        if found and all(bool(gradient.isfinite().all()) for gradient in found):
+            with torch.no_grad():
+                found[0][(0,) * found[0].ndim] = math.nan  # a view as one dimension is not to be had of every layout

@@ -1,0 +1,71 @@
+"""The probe: a batch through the unsplit model, with whole backwards and in halves, and through the schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from penstock.errors import StageError
+from penstock.execution.preserved_state import copied
+from penstock.runtime.parity.comparison import alone, compared, compared_losses, exchanged, parameters_of
+from penstock.runtime.parity.loss_reduction import reduction_of
+from penstock.runtime.parity.preserve import put_back, taken, untouched
+from penstock.runtime.parity.replay import Replay, order_of
+from penstock.runtime.parity.report import HALVES, SCHEDULED, Parity
+from penstock.runtime.parity.unsplit import Unsplit
+
+if TYPE_CHECKING:
+    from penstock.runtime.parity.preserve import Values
+    from penstock.runtime.pipeline import Pipeline
+
+_CALL: Final = "check_parity()"
+
+
+def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any) -> Parity:
+    """See ``Pipeline.check_parity``."""
+    pipe._enter(_CALL)
+    if pipe._forward_only:
+        raise StageError("check_parity compares gradients, and this schedule has no backward")
+    parameters = parameters_of(pipe.stages)
+    values: Values = {}
+    with pipe._telling, torch.enable_grad(), untouched(pipe, parameters, values) as begin:
+        batch = pipe._batches.of_step(copied(args), copied(kwargs), target, varying=True)
+        # So that shapes are known, and no stage is run for them below.
+        pipe._programs.training(batch, pipe._customized)
+        values |= {one: one.detach().clone() for one in parameters}  # now that lazy ones have theirs
+        unsplit = Unsplit(pipe, batch, parameters)
+        begin()
+        expected, halves, losses = unsplit.run(split=True)
+        reduction = reduction_of(pipe, unsplit, losses, target)
+        begin()
+        found: list[torch.Tensor] = []
+        with Replay(pipe.stages, order_of(pipe)):
+            pipe.step(*copied(args), target=target, losses=found, return_outputs=False, **copied(kwargs))
+        pipe.transport.progress.call = _CALL  # again
+        scheduled = taken(parameters)
+        differences = [
+            *compared(alone(parameters, pipe.stages), halves, expected, HALVES),
+            *compared(parameters, scheduled, expected, SCHEDULED),
+            *compared_losses(pipe, found, losses),
+            *unsplit.inputs,
+        ]
+        everything = exchanged(pipe, differences)
+        random = False
+        if not all(one.fits for one in everything):
+            begin()
+            again, _, _ = unsplit.run(split=False)
+            mine = any(not one.fits for one in compared(parameters, again, expected, SCHEDULED))
+            random = any(data == b"1" for data in pipe.transport.exchange(b"1" if mine else b"0"))
+        trained = [data.decode() for data in pipe.transport.exchange(put_back(parameters, values).encode()) if data]
+    if trained:
+        raise StageError(
+            f"{trained[0]} was changed while gradients were compared, and is as before now: does a hook step an "
+            "optimizer? Remove such hooks for the time of check_parity"
+        )
+    parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction)
+    if parity.wrong:
+        raise StageError(str(parity), stage=parity.wrong[0].stage)
+    if not reduction.fits:
+        raise StageError(str(parity), stage=pipe.schedule.stages - 1)
+    return parity

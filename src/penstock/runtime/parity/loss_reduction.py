@@ -1,0 +1,72 @@
+"""Whether the losses of the microbatches make that of the batch: the loss function, called for the whole of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.errors import MetadataError, MicrobatchError
+from penstock.execution.microbatches.merge import merge
+from penstock.execution.microbatches.split import is_split_already
+from penstock.execution.preserved_state import copied
+from penstock.runtime.parity.comparison import precision
+from penstock.runtime.parity.report import Reduction
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.runtime.parity.unsplit import Unsplit
+    from penstock.runtime.pipeline import Pipeline
+
+
+def reduction_of(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
+    """What the rank of the last stage finds, told to all."""
+    mine = asdict(_reduced(pipe, unsplit, losses, target)) if pipe.has_last else {}
+    told = pipe.transport.exchange(json.dumps(mine).encode())[pipe.schedule.placement.rank_of[-1]]
+    try:
+        return Reduction(**json.loads(told))
+    except (TypeError, ValueError) as error:
+        raise MetadataError("the rank of the last stage told its losses in a way that cannot be read") from error
+
+
+def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
+    outputs, targets = unsplit.outputs, unsplit.targets
+    loss_fn: Any = pipe._loss_fn
+    try:
+        whole_output, whole_target = _whole(pipe, outputs, targets, target)
+    except Exception as error:  # a splitter's own merge may raise whatever it likes
+        return Reduction(unchecked=str(error))
+    try:
+        again = [loss_fn(copied(output), one).detach() for output, one in zip(outputs, targets, strict=True)]
+        loss = loss_fn(whole_output, whole_target)
+    except Exception as error:
+        return Reduction(unchecked=f"loss_fn fails for the whole batch, with {type(error).__name__}: {error}")
+    if not all(_alike(one, other) for one, other in zip(again, losses, strict=True)):
+        return Reduction(unchecked="loss_fn gives another loss when it is called again with the same values")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        return Reduction(unchecked="loss_fn does not give one number for the whole batch")
+    scale = 1.0 if pipe._scaling is None else pipe._scaling.scale
+    counted = [share / scale * float(one) for share, one in zip(unsplit.shares, losses, strict=True)]
+    whole, size = float(loss.detach()), math.fsum(abs(one) for one in counted)
+    return Reduction(whole, sum(counted), precision(loss) * max(size, abs(whole)))
+
+
+def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], target: Any) -> tuple[Any, Any]:
+    """The outputs and the targets of all microbatches, each as one."""
+    if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
+        raise MicrobatchError("the last stage gives a number for each microbatch, and none for the whole batch")
+    output = merge(copied(outputs), pipe._output_spec)
+    if is_split_already(output):
+        raise MicrobatchError("output_spec keeps the outputs of the microbatches apart")
+    if is_split_already(target):
+        target = merge(targets, pipe._batches.specs["target_spec"], name="target")
+    return output, target
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=precision(other), atol=0.0, equal_nan=True)

@@ -1,0 +1,87 @@
+"""A probe leaves parameters, gradients, buffers and random numbers as they were."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.execution.preserved_state import Buffers, random_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from penstock.runtime.parity.comparison import Gradients, Owned
+    from penstock.runtime.pipeline import Pipeline
+
+    #: What parameters are, in memory of its own.
+    Values = dict[torch.nn.Parameter, torch.Tensor]
+
+
+@contextmanager
+def untouched(
+    pipe: Pipeline,
+    parameters: Mapping[torch.nn.Parameter, Owned],
+    values: Values,
+) -> Iterator[Callable[[], None]]:
+    """Leave all as it is: parameters, gradients, buffers, random numbers. Gives what brings back the beginning.
+
+    In the beginning there are no gradients.
+
+    Ranks may be threads, with random numbers in common: none begins before all have kept them, nor puts them back
+    before all are done.
+    """
+    modules = [stage.module for stage in pipe.stages.values()]
+    if isinstance(pipe._loss_fn, torch.nn.Module):
+        modules.append(pipe._loss_fn)
+    buffers, gradients = Buffers(modules), {one: one.grad for one in parameters}
+
+    def begin() -> None:
+        buffers.put_back()
+        for one in parameters:
+            one.grad = None
+
+    with random_state(stage.device for stage in pipe.stages.values()):
+        pipe.transport.exchange(b"kept")
+        try:
+            yield begin
+            pipe.transport.exchange(b"done")
+        finally:
+            buffers.put_back()
+            put_back(parameters, values)
+            for one, gradient in gradients.items():
+                one.grad = gradient
+
+
+def taken(parameters: Mapping[torch.nn.Parameter, Owned]) -> Gradients:
+    """The gradients, taken away from the parameters."""
+    found = {one: one.grad for one in parameters}
+    for one in parameters:
+        one.grad = None
+    return found
+
+
+def put_back(parameters: Mapping[torch.nn.Parameter, Owned], values: Values) -> str:
+    """Give parameters the values that they had; returns which of them had another, if one had."""
+    changed = ""
+    for parameter, owned in parameters.items():
+        value = values.get(parameter)
+        if value is not None and not _is_same(parameter, value):
+            changed = changed or f"the parameter {owned.name} of stage {owned.stage}"
+            with torch.no_grad():
+                parameter.copy_(value)
+    return changed
+
+
+def _is_same(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors are the same, number by number; NaN is NaN. A change of ``.data`` has no version.
+
+    Of what is sharded, the part of this rank is compared. Sparse ones cannot be.
+    """
+    if parameter.layout is not torch.strided:
+        return True
+    with torch.no_grad():
+        one, other = (each.to_local() if hasattr(each, "to_local") else each for each in (parameter, value))
+        same: torch.Tensor = (one == other) | (one.isnan() & other.isnan())
+        return bool(same.all())

@@ -1,0 +1,184 @@
+"""The programs of one rank, and the edges between stages that they use: made when a step first needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import MetadataError, StageError
+from penstock.execution.edges import Agreed, Announced, Local
+from penstock.execution.microbatch_kinds import kinds_of
+from penstock.execution.native import Workplace
+from penstock.execution.program import compiled, only_forwards
+from penstock.execution.single_tensor_edge import Single, is_single
+from penstock.graph.comm_model import CommModel
+from penstock.ir.schedule import Schedule
+from penstock.lowering.pipeline import lower
+from penstock.runtime import shape_negotiation as agreeing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.execution.edges import Edge
+    from penstock.execution.native import LossFunction
+    from penstock.execution.program import Program
+    from penstock.execution.stage import Stage
+    from penstock.ir.actions import Action
+    from penstock.runtime.batches import Batch
+    from penstock.runtime.custom_functions import Custom
+    from penstock.runtime.transport.protocol import Transport
+
+    #: Makes what makes the operations.
+    Customized = Callable[[Workplace], Custom]
+
+#: Ways to know what goes over an edge, besides giving it.
+INFERRED: Final = "inferred"
+PER_MICROBATCH: Final = "per_microbatch"
+
+
+class Programs:
+    """What this rank runs in training, and in evaluation with a loss and without.
+
+    Args:
+        schedule: the lowered schedule of all ranks.
+        stages: the stages of this rank.
+        transport: what they talk by.
+        shapes: how it is known what goes over an edge.
+        loss_fn: the loss of a microbatch, if there is one.
+
+    Attributes:
+        edges: the edges of training, by the stage that they come from; None until ranks have agreed on them.
+        samples: how many samples each microbatch has, if that was agreed with the shapes.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        *,
+        shapes: str | Mapping[int, Any],
+        loss_fn: LossFunction | None,
+    ) -> None:
+        self.edges: dict[int, Edge] | None = None
+        self.samples: Sequence[int] | None = None
+        self._schedule = schedule
+        self._stages = stages
+        self._transport = transport
+        self._shapes = shapes
+        self._loss_fn = loss_fn
+        self._made: dict[str, Program] = {}
+        self._seen: Any = None
+        self._seen_form: Any = None
+
+    def training(self, batch: Batch, customized: Customized) -> Program:
+        """The program of a step; the first time, all ranks agree on what goes over the edges.
+
+        Args:
+            batch: what this rank has of the batch.
+            customized: makes what makes the operations.
+        """
+        if 0 in self._stages and self._shapes == INFERRED and (batch.form is None or batch.form != self._seen_form):
+            self._check_seen(batch.args, batch.kwargs)
+            self._seen_form = batch.form
+        if "training" not in self._made:
+            if self.edges is None:
+                self.edges = self._agreed(batch)
+            self._made["training"] = self._compiled(self._schedule, self.edges, self._loss_fn, customized)
+        return self._made["training"]
+
+    def evaluation(self, customized: Customized, *, with_loss: bool) -> Program:
+        """The program of an evaluation: the forwards, lowered for themselves."""
+        name = f"evaluation with_loss={with_loss}"
+        if name not in self._made:
+            schedule = Schedule(
+                only_forwards(self._schedule.actions),
+                placement=self._schedule.placement,
+                microbatches=self._schedule.microbatches,
+            )
+            lowered = lower(schedule, reduce=False, model=in_view_of_headers(self._transport.model))
+            edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._touching()}
+            self._made[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None, customized)
+        return self._made[name]
+
+    def forget(self) -> None:
+        """Make programs anew when they are needed; what was agreed stands."""
+        self._made.clear()
+
+    def action(self) -> Action | None:
+        """The action under way."""
+        progress = self._transport.progress
+        program = next((one for one in self._made.values() if one.labels is progress.labels), None)
+        return program.actions[progress.index] if program and progress.index >= 0 else None
+
+    def _check_seen(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> None:
+        """Shapes are agreed once; others would be received into buffers of the wrong size."""
+        seen = kinds_of(args, kwargs)
+        if self._seen is None:
+            self._seen = seen
+        elif seen != self._seen:
+            raise MetadataError(
+                f"the microbatches have other shapes than in the first step: {_told(seen)}, agreed was "
+                f"{_told(self._seen)}; drop a last batch that is smaller, or pass shapes={PER_MICROBATCH!r}"
+            )
+
+    def _agreed(self, batch: Batch) -> dict[int, Edge]:
+        rank_of = self._schedule.placement.rank_of
+        metas: agreeing.Metas | None = None
+        if self._shapes == INFERRED:
+            metas, self.samples = agreeing.inferred(
+                self._stages, rank_of, self._transport, batch.args, batch.kwargs, batch.counts.samples
+            )
+        elif isinstance(self._shapes, Mapping):
+            microbatches = self._schedule.microbatches
+            metas = agreeing.given(self._shapes, self._stages, len(rank_of), self._transport, microbatches)
+        return {stage: self._edge(stage, metas) for stage in self._touching()}
+
+    def _touching(self) -> list[int]:
+        """The edges to or from a stage of this rank, by the stage that they come from."""
+        touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
+        return sorted(edge for edge in touched if 0 <= edge < self._schedule.stages - 1)
+
+    def _edge(self, stage: int, metas: agreeing.Metas | None, *, evaluates: bool = False) -> Edge:
+        rank_of, microbatches = self._schedule.placement.rank_of, self._schedule.microbatches
+        here = [one for one in (stage, stage + 1) if one in self._stages]
+        if len(here) == 2:
+            return Local(stage, microbatches)
+        peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
+        device = self._stages[here[0]].device
+        if metas is None:
+            # If one rank evaluates and another one trains, they must not take each other's messages for their own.
+            first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
+            return Announced(stage, microbatches, self._transport, peer, device, first_tag)
+        kind = Single if is_single(metas[stage]) else Agreed
+        return kind(stage, self._transport, peer, device, metas[stage])
+
+    def _compiled(
+        self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: LossFunction | None, customized: Customized
+    ) -> Program:
+        workplace = Workplace(
+            self._stages, edges, count=schedule.stages, microbatches=schedule.microbatches, loss_fn=loss_fn
+        )
+        transport = self._transport
+        early = transport.model.lanes == "message"
+        operation = customized(workplace).operation
+        return compiled(schedule, transport.rank, operation, transport.progress, early=early)
+
+
+def check_shapes(shapes: object) -> None:
+    """Refuse what is no way to know shapes."""
+    if shapes not in (INFERRED, PER_MICROBATCH) and not isinstance(shapes, Mapping):
+        raise StageError(f"shapes is {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
+
+
+def in_view_of_headers(model: CommModel) -> CommModel:
+    """How communication behaves if messages have headers that are waited for: these make a lane of everything."""
+    return model if model.lanes == "message" else CommModel(model.buffering, lanes="rank")
+
+
+def _told(seen: Any) -> str:
+    kinds, signatures = seen
+    return " and ".join(
+        f"{kinds.count(number)} x {', '.join(str(list(shape)) for shape, _ in signature)}"
+        for number, signature in enumerate(signatures)
+    )

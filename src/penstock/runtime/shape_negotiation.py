@@ -1,0 +1,214 @@
+"""What goes over each edge, agreed before it does: found by a dry run through the stages, or given."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from penstock.errors import MetadataError, StageError
+from penstock.execution.edges import arguments
+from penstock.execution.microbatch_kinds import Kinds, kinds_of
+from penstock.execution.preserved_state import copied, untouched
+from penstock.execution.stage import CHANGES_INPUTS
+from penstock.execution.trees import tensors_in
+from penstock.execution.value_spec import EdgeMeta, describe, mismatch
+from penstock.execution.wire_format import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from penstock.execution.stage import Stage
+    from penstock.runtime.transport.protocol import Transport
+
+_COUNT: Final = struct.Struct("<I")
+#: By the stage that an edge comes from: what each microbatch looks like.
+Metas = dict[int, list[EdgeMeta]]
+
+
+def inferred(
+    stages: Mapping[int, Stage],
+    rank_of: Sequence[int],
+    transport: Transport,
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    samples: Sequence[int] | None,
+) -> tuple[Metas, Sequence[int] | None]:
+    """Agree on what goes over every edge to or from the stages of this rank. All ranks of the pipeline call it.
+
+    Each stage is run once for every kind of microbatch, the first stage with the real arguments, the others with zeros
+    of the announced shapes; then it tells the next one what comes out, and how many samples each microbatch has. The
+    first one knows that, the others are told.
+    """
+    metas: Metas = {}
+    rank = transport.rank
+    told: tuple[Kinds, list[EdgeMeta]] = ((), [])
+    for index in sorted(stages):
+        if index == 0:
+            kinds, found = kinds_of(args, kwargs)[0], list[EdgeMeta]()
+        elif rank_of[index - 1] == rank:
+            kinds, found = told
+        else:
+            kinds, samples, found = _heard(transport.hear(rank_of[index - 1]), index, len(kwargs))
+        if index > 0:
+            metas[index - 1] = [found[kind] for kind in kinds]
+        calls = [
+            (args[first] if index == 0 else arguments(_stand_in(found[kind], stages[index].device)), kwargs[first])
+            for kind, first in enumerate(map(kinds.index, range(max(kinds) + 1)))
+        ]
+        if index == len(rank_of) - 1:
+            _find_changes(stages[index], *calls[0])
+            break
+        outcomes = [_outcome(stages[index], *call) for call in calls]
+        told = kinds, outcomes
+        metas[index] = [outcomes[kind] for kind in kinds]
+        if rank_of[index + 1] != rank:
+            transport.tell(rank_of[index + 1], _written(kinds, samples, outcomes))
+    return metas, samples
+
+
+def given(
+    examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, transport: Transport, microbatches: int
+) -> Metas:
+    """What was given: an example of the output of each stage but the last, for a microbatch. All ranks call it.
+
+    If no tensor of an example needs a gradient, all that can have one do, unless no stage up to there has a parameter
+    that needs one.
+    """
+    found: dict[int, EdgeMeta] = {}
+    for index in sorted({neighbour for stage in stages for neighbour in (stage - 1, stage)}):
+        if not 0 <= index < count - 1:
+            continue
+        if index not in examples:
+            raise StageError(
+                f"shapes has no example of what stage {index} gives; add {index}: torch.empty(..., device='meta')",
+                stage=index,
+            )
+        found[index] = describe(examples[index])
+    trained = [index for index, stage in stages.items() if any(one.requires_grad for one in stage.module.parameters())]
+    first = _compared(found, min(trained, default=count), transport)
+    return {index: [_with_gradients(meta) if first <= index else meta] * microbatches for index, meta in found.items()}
+
+
+def _compared(metas: dict[int, EdgeMeta], trained: int, transport: Transport) -> int:
+    """Make sure that the ranks at both ends of each edge were given the same; returns the first stage to be trained."""
+    mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
+    for rank, data in enumerate(transport.exchange(_joined([_COUNT.pack(trained), *mine]))):
+        try:
+            first, *parts = _parts(data)
+            trained = min(trained, *_COUNT.unpack(first))
+            pairs = zip(parts[::2], parts[1::2], strict=True)
+            theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in pairs}
+        except (ValueError, struct.error, MetadataError) as damage:
+            raise MetadataError(f"what rank {rank} tells of its examples of shapes is damaged: {damage}") from damage
+        for stage in sorted(metas.keys() & theirs.keys()):
+            error = mismatch(
+                theirs[stage],
+                metas[stage],
+                sender=f"rank {transport.rank}'s example of stage {stage}",
+                receiver=f"stage {stage + 1}, by rank {rank}'s example,",
+            )
+            if error is not None:
+                raise error
+    return trained
+
+
+def _with_gradients(meta: EdgeMeta) -> EdgeMeta:
+    if any(one.requires_grad for one in meta.tensors):
+        return meta
+    tensors = tuple(replace(one, requires_grad=_differentiable(one.dtype)) for one in meta.tensors)
+    return EdgeMeta(meta.structure, tensors)
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _stand_in(meta: EdgeMeta, device: torch.device) -> Any:
+    return meta.unflatten([one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors])
+
+
+def _outcome(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> EdgeMeta:
+    try:
+        return describe(_dry_run(stage, args, kwargs))
+    except Exception as error:
+        if CHANGES_INPUTS in str(error) and not stage.changes_inputs:
+            stage.changes_inputs = True
+            return _outcome(stage, args, kwargs)
+        given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(args))
+        told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
+        by_name = stage.index == 0 and isinstance(error, TypeError) and "positional argument" in str(error)
+        hint = "; a target is given by its name: step(x, target=y)" if by_name else ""
+        raise StageError(f"{told}: {type(error).__name__}: {error}{hint}", stage=stage.index) from error
+
+
+def _find_changes(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Find out whether the last stage changes its inputs in place. Whatever else is wrong shows when it runs."""
+    try:
+        _dry_run(stage, args, kwargs)
+    except Exception as error:
+        stage.changes_inputs = stage.changes_inputs or CHANGES_INPUTS in str(error)
+
+
+def _dry_run(stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a stage gives, found by running it on copies, with random numbers and buffers as they were."""
+    with untouched(stage.module, stage.device), torch.enable_grad():
+        copies = copied(args)
+        output = stage.module(*(stage.fresh(copies) if stage.changes_inputs else copies), **copied(kwargs))
+        if stage.parallel is not None:
+            stage.parallel.reshard()
+        return output
+
+
+def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[EdgeMeta]) -> bytes:
+    data = _joined([_numbers(kinds), _numbers(samples or ()), *map(encode, metas)])
+    return _COUNT.pack(zlib.crc32(data)) + data
+
+
+def _numbers(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return b"".join(_COUNT.pack(len(part)) + part for part in parts)
+
+
+def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[EdgeMeta]]:
+    """What the stage before announced."""
+    try:
+        kinds, samples, metas = _read(data)
+        if len(kinds) != microbatches or len(samples) not in (0, microbatches):
+            raise MetadataError(f"{len(kinds)} microbatches were announced, there are {microbatches}")
+    except MetadataError as error:
+        told = f"what stage {stage - 1} announced to stage {stage} cannot be used: {error}"
+        raise MetadataError(told) from error
+    return kinds, samples or None, metas
+
+
+def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[EdgeMeta]]:
+    if len(data) < _COUNT.size or _COUNT.unpack_from(data)[0] != zlib.crc32(data[_COUNT.size :]):
+        raise MetadataError("it is damaged: its checksum is another")
+    parts = list(_parts(data[_COUNT.size :]))
+    if len(parts) < 3 or len(parts[0]) % _COUNT.size or len(parts[1]) % _COUNT.size:
+        raise MetadataError("a stage announced its shapes in a way that cannot be read: it may run another version")
+    kinds, samples = (tuple(number for (number,) in _COUNT.iter_unpack(part)) for part in parts[:2])
+    metas = [decode(part) for part in parts[2:]]
+    if set(kinds) != set(range(len(metas))):
+        raise MetadataError(f"{len(metas)} kinds of microbatches were described, and others occur")
+    return kinds, samples, metas
+
+
+def _parts(data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(data):
+        if len(data) - at < _COUNT.size:
+            raise MetadataError("an announcement of shapes is cut off")
+        (length,) = _COUNT.unpack_from(data, at)
+        at += _COUNT.size
+        if len(data) - at < length:
+            raise MetadataError("an announcement of shapes is cut off")
+        yield data[at : at + length]
+        at += length

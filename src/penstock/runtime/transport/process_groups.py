@@ -1,0 +1,158 @@
+"""A process group of the transport's own: its tags and its end touch nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import TransportError
+from penstock.graph.comm_model import CommModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.distributed_c10d import Store
+
+    #: Posts a send or a receive: tensors, peer, tag.
+    Post = Callable[[Sequence[torch.Tensor], int, int], "Work"]
+
+#: Tags that no transfer of a schedule has.
+WARM_UP_TAG: Final = 2**31 - 2
+_CLOSING_TAG: Final = 2**31 - 1
+#: What NCCL takes as it is, of what there usually is. Of other backends nothing is known: they get bytes.
+_TAKEN: Final = {
+    "nccl": frozenset(
+        {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
+    )
+}
+
+
+class Work(Protocol):
+    """What torch gives for a transfer that has been posted."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Return when it is done."""
+
+
+class Connections(Protocol):
+    """What a process group or one of its backends has for transfers."""
+
+    def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
+        """Post a send."""
+
+    def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
+        """Post a receive."""
+
+    def abort(self) -> None:
+        """End everything that is under way, if the backend can."""
+
+
+def backend_for(parent: dist.ProcessGroup, device: torch.device | None = None) -> tuple[str, torch.device]:
+    """The backend of a group for tensors on a device, and the device: by default that which the group is for.
+
+    The name of a group's backend does not tell: it is "undefined" if none was given, and there may be one per device.
+    """
+    config = dist.get_backend_config(parent)
+    backends = dict(pair.split(":", 1) for pair in config.split(","))
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device = accelerator if accelerator is not None and accelerator.type in backends else torch.device("cpu")
+    if device.type not in backends:
+        raise TransportError(
+            f"the process group does not carry tensors on {device}, but {config}: "
+            f"call init_process_group with a backend for them, e.g. 'cpu:gloo,cuda:nccl'"
+        )
+    return backends[device.type], device
+
+
+def by_bytes(post: Post, taken: frozenset[torch.dtype] = frozenset()) -> Post:
+    """Post the bytes of a tensor, unless its element type is one of those taken: a backend may know few of them."""
+
+    def post_bytes(tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        if tensor.dtype not in taken:
+            tensor = tensor.detach().view(-1).view(torch.uint8)  # one without dimensions has no bytes to view
+        return post([tensor], peer, tag)
+
+    return post_bytes
+
+
+class OwnGroup:
+    """Connections between the ranks of a group, apart from all others.
+
+    For gloo it is the bare backend: it costs less for each call than a process group, it is known to nobody else, and
+    its members need not have made the same number of other groups before. For any other backend it is a process group,
+    for which they must have: torch names it by that number.
+
+    Attributes:
+        model: how they behave.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup, store: Store, timeout: timedelta, backend: str) -> None:
+        self._rank, self._ranks = parent.rank(), parent.size()
+        self._group: dist.ProcessGroup | None = None
+        self._backend = backend
+        self._is_gloo = backend == "gloo"
+        if self._is_gloo:
+            # gloo matches messages by tag, in whichever order they were posted.
+            self.model = CommModel("rendezvous", lanes="message")
+            gloo = dist.ProcessGroupGloo(store, self._rank, self._ranks, timeout)
+            self._connections: Connections | None = cast("Connections", gloo)
+            return
+        self.model = CommModel("rendezvous", lanes="pair")
+        members = dist.get_process_group_ranks(parent)
+        group = dist.new_group(
+            members, timeout=timeout, backend=backend, use_local_synchronization=True, sort_ranks=False
+        )
+        self._group = group
+        self._connections = cast("Connections", group)
+
+    def posts(self) -> tuple[Post, Post]:
+        """The functions that post a send and a receive; ranks are those in the group."""
+        assert self._connections is not None
+        send, receive = self._connections.send, self._connections.recv
+        if self._is_gloo:  # which moves bytes, whatever they mean
+            return send, receive
+        taken = _TAKEN.get(self._backend, frozenset())
+        return by_bytes(send, taken), by_bytes(receive, taken)
+
+    def lost(self) -> list[int]:
+        """The ranks to which the connection is closed, as far as that can be known. Only to be asked when one is."""
+        found: list[int] = []
+        if self._connections is None or not self._is_gloo:
+            return found
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                try:
+                    self._connections.recv([torch.zeros(1)], peer, _CLOSING_TAG)
+                except RuntimeError:
+                    found.append(peer)
+        return found
+
+    def end_waits(self) -> None:
+        """Make every wait for a transfer raise, here and at the peers. Nothing can be sent afterwards."""
+        connections = self._connections
+        if connections is None:
+            return
+        if not self._is_gloo:
+            with contextlib.suppress(Exception):
+                connections.abort()
+            return
+        # Neither abort nor shutdown wakes a thread that waits. A wait that times out does: gloo then closes all pairs.
+        # A pair that is closed already would not let it wait: so each gets its turn.
+        for peer in range(self._ranks):
+            if peer != self._rank:
+                with contextlib.suppress(Exception):
+                    connections.recv([torch.zeros(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
+
+    def destroy(self) -> None:
+        """Give it back."""
+        self._connections = None
+        if self._group is not None and dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(self._group)
+        self._group = None

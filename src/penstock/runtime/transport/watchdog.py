@@ -1,0 +1,149 @@
+"""The thread that looks after a rank: has another one failed, does this one hang, is the store there?"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Final
+
+from penstock.runtime.transport.failure_messages import chain, label_of, peer_of
+from penstock.runtime.transport.protocol import Failure
+from penstock.runtime.transport.status_board import Place
+
+if TYPE_CHECKING:
+    from penstock.runtime.transport.distributed import DistributedTransport
+    from penstock.runtime.transport.mailbox import Awaited
+    from penstock.runtime.transport.status_board import Board
+
+#: How often the watch looks, in seconds. One small request to the store each time, while a step is under way.
+_INTERVAL: Final = 0.25
+#: How often it tells where its rank is.
+_TELL_EVERY: Final = 4
+#: What is proved to run goes round only if ranks do different things, or without a proof.
+_SAME_CALLS: Final = "each rank must make the same calls, step, eval, check_parity and so on, in the same order"
+#: Whoever has been in an operation that may have to wait for so many seconds does wait.
+_SURELY: Final = 1.0
+
+
+class Watch(threading.Thread):
+    """Looks after a transport while it is at work, and holds no reference to it in between."""
+
+    def __init__(self, transport: DistributedTransport, board: Board, timeout: float) -> None:
+        super().__init__(name=f"penstock watch of rank {transport.rank}", daemon=True)
+        self._transport = weakref.ref(transport)
+        self._board = board
+        self._timeout = timeout
+        self._stopped = threading.Event()
+        self._seen = (-1, -1)
+        self._since = 0.0
+        self._looks = 0
+        self._told_label = True  # so that it is told once that this rank is there
+        self._awaited: Awaited | None = None
+
+    def run(self) -> None:
+        """Look again and again, until stopped or until there is a failure."""
+        while not self._stopped.wait(_INTERVAL):
+            transport = self._transport()
+            if transport is None or not self._look(transport):
+                return
+            del transport
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self is not threading.current_thread():
+            self.join(5.0)
+
+    def _look(self, transport: DistributedTransport) -> bool:
+        """Returns whether to go on."""
+        progress = transport.progress
+        seen = progress.step, progress.index
+        if seen != self._seen:
+            self._seen, self._since, self._looks = seen, time.monotonic(), 0
+        if progress.index < 0 and not transport.is_waiting:
+            # Nothing to look after. The store may go away now: it does when the rank that hosts it is done.
+            self._leave_place()
+            return True
+        try:
+            return self._is_well(transport)
+        except RuntimeError as error:
+            if not self._stopped.is_set():
+                transport.lose_store(error)
+            return False
+
+    def _leave_place(self) -> None:
+        """The last place that was told is not where the rank is now."""
+        if self._told_label:
+            self._told_label = False
+            with contextlib.suppress(RuntimeError):
+                self._board.tell_place(Place(None, None, 0.0))
+
+    def _is_well(self, transport: DistributedTransport) -> bool:
+        failure = self._board.failure()
+        if failure is not None:
+            transport.learn(failure)
+            return False
+        label, peer = label_of(transport.progress), peer_of(transport.progress)
+        if label is None:
+            return self._agreement_is_well(transport, transport.awaited)
+        seconds = time.monotonic() - self._since
+        if self._looks % _TELL_EVERY == 0:
+            self._board.tell_place(Place(label, peer, seconds))
+            self._told_label = True
+        self._looks += 1
+        if peer is None or seconds < self._timeout:
+            return True
+        told = who_waits_for_whom(self._board, transport.rank, label, peer)
+        transport.fail(Failure(transport.rank, f"{told} (no progress for {seconds:.0f} s)", label))
+        return False
+
+    def _agreement_is_well(self, transport: DistributedTransport, awaited: Awaited | None) -> bool:
+        """Tell whose word this rank waits for, in which call; the wait itself ends when it has taken too long.
+
+        It ends at once if that rank is done, and will never give it.
+        """
+        call = transport.progress.call
+        if awaited != self._awaited or self._looks % _TELL_EVERY == 0:
+            self._awaited, self._told_label = awaited, awaited is not None
+            if awaited is None:
+                self._board.tell_place(Place(None, None, 0.0))
+            else:
+                self._board.tell_place(Place(call, awaited.peer, time.monotonic() - awaited.since))
+                place = self._board.place(awaited.peer)
+                if place is not None and place.is_closed and self._has_no_word(transport, awaited):
+                    told = who_waits_for_whom(self._board, transport.rank, call, awaited.peer)
+                    transport.fail(Failure(awaited.peer, told))
+                    return False
+        self._looks += 1
+        return True
+
+    def _has_no_word(self, transport: DistributedTransport, awaited: Awaited) -> bool:
+        """Whether a word has not been given. Once it has been read it is gone, but is not awaited any more then."""
+        return not self._board.has_word(awaited.key) and transport.awaited == awaited
+
+
+def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
+    """Follow the ranks from one that waits, up to one that does not, or round."""
+    links = [(rank, label)]
+    while peer not in [waiting for waiting, _ in links]:
+        place = board.place(peer)
+        if place is None or place.label is None or place.peer is None or place.silent or place.seconds < _SURELY:
+            return chain(links, f"rank {peer}, {_told(place)}")
+        links.append((peer, place.label))
+        peer = place.peer
+    return f"{chain(links, f'rank {peer}')}: {_SAME_CALLS}"
+
+
+def _told(place: Place | None) -> str:
+    if place is None:
+        return "which has not begun a step"
+    if place.is_closed:
+        steps = "a step" if place.closed_after == 1 else f"{place.closed_after} steps"
+        return f"which has closed its pipeline after {steps}: each rank must take as many"
+    if place.label is None:
+        return "which is between two steps: each rank must take as many, of the same kind"
+    if place.silent:
+        return f"which was in {place.label}, and has not been heard of for {place.silent:.0f} s"
+    return f"which is in {place.label} since {place.seconds:.0f} s"

@@ -1,0 +1,341 @@
+"""What takes time in a schedule and what waits for what: all that does not depend on the costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.graph.action_table import NOWHERE, Leaves
+from penstock.graph.comm_model import EAGER, CommModel
+from penstock.graph.events import REASONS, event_graph, matches
+from penstock.graph.start_times import Order, in_order
+from penstock.ir import packed
+from penstock.ir.actions import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    COMPUTE,
+    FORWARD,
+    FULL_BACKWARD,
+    REDUCE_GRAD,
+    SEND_B,
+    SEND_F,
+    UNSHARD,
+)
+from penstock.ir.dependencies import OPERATIONS
+from penstock.ir.schedule import Schedule
+from penstock.lowering.rows import without_idle
+from penstock.lowering.send_receive import send_receive
+from penstock.verification.check import verify, verify_structure
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.graph.events import EventGraph, Matches
+    from penstock.simulation.costs import Costs
+
+    Ints = NDArray[np.signedinteger[Any]]
+    Floats = NDArray[np.float64]
+
+#: A transfer takes its time, and stands in nobody's way.
+FREE: Final = CommModel(buffering=EAGER, lanes="message")
+
+#: The reasons of the edges: those of the event graph, and that a step begins after the one before it.
+PROGRAM, POST, LANE, USE, MESSAGE, ROOM, DATA, STEP = range(len(REASONS) + 1)
+
+_IS_OPERATION: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
+_IS_OPERATION[[packed.TYPE_NUMBER[kind] for kind in OPERATIONS]] = True
+_IS_COMPUTE: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
+_IS_COMPUTE[[packed.TYPE_NUMBER[kind] for kind in COMPUTE]] = True
+
+#: Which field of the costs says how long an action takes.
+_TIMES: Final = {
+    FORWARD: "forward",
+    FULL_BACKWARD: "backward",
+    BACKWARD_INPUT: "backward_input",
+    BACKWARD_WEIGHT: "backward_weight",
+    UNSHARD: "unshard",
+    REDUCE_GRAD: "reduce",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """A schedule, run for some steps under a communication model, as a graph whose nodes take time.
+
+    The nodes are the cells of all steps; then, for every step, the optimizer of every rank; then, where the steps are
+    synchronised, the end of every step.
+
+    Attributes:
+        schedule: one step, without idle steps of its own.
+        model: how communication behaves.
+        steps: how many steps are run.
+        synchronise: whether every rank waits for all others at the end of a step.
+        leaves: the actions of all steps.
+        graph: the event graph of their cells.
+        source: for every edge the node that it comes from; first those of ``graph``, then those between steps.
+        target: for every edge the node that it goes to.
+        reason: for every edge why it is there.
+        begins: for every edge into the beginning of a step the cell that it is for, else ``NOWHERE``.
+        order: the graph, sorted.
+    """
+
+    schedule: Schedule
+    model: CommModel
+    steps: int
+    synchronise: bool
+    leaves: Leaves
+    graph: EventGraph
+    source: Ints
+    target: Ints
+    reason: Ints
+    begins: Ints
+    order: Order
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.schedule.ranks
+
+    @property
+    def cells(self) -> int:
+        """How many cells there are, in all steps."""
+        return len(self.graph.node)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return self.cells + self.steps * self.ranks + (self.steps if self.synchronise else 0)
+
+    @cached_property
+    def first_leaf(self) -> Ints:
+        """The first action of each cell."""
+        return np.flatnonzero(np.append(True, np.diff(self.leaves.cell) > 0)) if len(self.leaves) else self.leaves.cell
+
+    @cached_property
+    def rank(self) -> Ints:
+        """The rank of each cell."""
+        return np.asarray(self.leaves.rank[self.first_leaf])
+
+    @cached_property
+    def step(self) -> Ints:
+        """The step of each cell."""
+        lengths = np.diff(self.leaves.first_cell) // self.steps
+        within = np.arange(self.cells) - self.leaves.first_cell[self.rank]
+        return np.asarray(within // np.maximum(lengths[self.rank], 1))
+
+    @cached_property
+    def is_operation(self) -> NDArray[np.bool_]:
+        """Whether each cell is a send or a receive, which its rank posts and does not wait for."""
+        return np.asarray(_IS_OPERATION[self.leaves.kind[self.first_leaf]])
+
+    @cached_property
+    def is_compute(self) -> NDArray[np.bool_]:
+        """Whether each cell computes."""
+        return np.asarray(_IS_COMPUTE[self.leaves.kind[self.first_leaf]])
+
+    @cached_property
+    def blocking(self) -> Ints:
+        """The cells that their rank runs itself, rank by rank in order."""
+        return np.flatnonzero(~self.is_operation)
+
+    @cached_property
+    def first_compute(self) -> Ints:
+        """The first cell of each rank that computes, ``NOWHERE`` if there is none."""
+        return self.last_of_ranks(self.computing[::-1])
+
+    @cached_property
+    def last_compute(self) -> Ints:
+        """The last cell of each rank that computes, ``NOWHERE`` if there is none."""
+        return self.last_of_ranks(self.computing)
+
+    def last_of_ranks(self, cells: Ints) -> Ints:
+        """The last of these cells for each rank, ``NOWHERE`` if it has none of them."""
+        last = np.full(self.ranks, NOWHERE, np.int64)
+        last[self.rank[cells]] = cells  # of several the last stays
+        return last
+
+    @cached_property
+    def ahead(self) -> Ints:
+        """The cells that a rank runs itself before it first computes."""
+        return np.asarray(self.blocking[self.blocking < self.first_compute[self.rank[self.blocking]]])
+
+    @cached_property
+    def computing(self) -> Ints:
+        """The cells that compute, rank by rank in order."""
+        return np.flatnonzero(self.is_compute)
+
+    @cached_property
+    def others(self) -> Ints:
+        """The cells that a rank runs itself and that do not compute."""
+        return np.asarray(self.blocking[~self.is_compute[self.blocking]])
+
+    @cached_property
+    def is_forward(self) -> NDArray[np.bool_]:
+        """Whether what waits along each edge of the event graph is a forward."""
+        return self.leaves.is_kind(self.graph.waiting, FORWARD)
+
+    @cached_property
+    def pairs(self) -> Matches:
+        """The sends and receives that belong together."""
+        return matches(self.leaves)
+
+    def durations(self, costs: Costs) -> Floats:
+        """How long every node takes."""
+        stages, leaves = self.schedule.stages, self.leaves
+        times = np.zeros((len(packed.TYPE_NUMBER) + 1, stages))
+        for kind, field in _TIMES.items():
+            times[packed.TYPE_NUMBER[kind]] = costs.per_stage(field, stages)
+        times[packed.TYPE_NUMBER[SEND_F], :-1] = costs.transfer(stages, backward=False)
+        times[packed.TYPE_NUMBER[SEND_B], 1:] = costs.transfer(stages, backward=True)
+        taken = np.asarray(times[leaves.kind, leaves.stage], np.float64)
+        if len(self.first_leaf) < len(leaves):
+            parts = np.bincount(leaves.cell)
+            taken = np.asarray(np.bincount(leaves.cell, taken) * np.where(parts > 1, costs.overlap, 1.0), np.float64)
+        optimizer = costs.per_stage("optimizer", stages)
+        of_rank = np.bincount(self.schedule.placement.rank_of, optimizer, self.ranks)
+        ends = np.zeros(self.steps if self.synchronise else 0)
+        return np.concatenate([taken, np.tile(of_rank, self.steps), ends])
+
+    def delays(self, costs: Costs) -> Floats:
+        """How long after the end of its source the target of every edge can start."""
+        delay = np.zeros(len(self.source))
+        between = np.flatnonzero(self.reason == DATA)
+        if len(between):
+            awaited, waiting = self.graph.awaited[between], self.graph.waiting[between]
+            backward = ~self.is_forward[between]
+            edge = np.minimum(self.leaves.stage[awaited], self.leaves.stage[waiting])
+            forward_time = costs.transfer(self.schedule.stages, backward=False)
+            backward_time = costs.transfer(self.schedule.stages, backward=True)
+            delay[between] = np.where(backward, backward_time[edge], forward_time[edge])
+        if costs.dispatch:
+            delay += costs.dispatch * self._dispatched
+        return delay
+
+    @cached_property
+    def _dispatched(self) -> Ints:
+        """How many actions a rank starts along every edge, up to the target."""
+        started = np.zeros(len(self.source), np.int64)
+        inner = len(self.graph.awaited)
+        cell = self.leaves.cell
+        by_program = np.flatnonzero((self.reason[:inner] == PROGRAM) | (self.reason[:inner] == POST))
+        started[by_program] = cell[self.graph.waiting[by_program]] - cell[self.graph.awaited[by_program]]
+        into_step = np.flatnonzero(self.begins != NOWHERE)
+        started[into_step] = self.within_step[self.begins[into_step]] + 1
+        return started
+
+    @cached_property
+    def within_step(self) -> Ints:
+        """The number of each cell among those of its rank in its step."""
+        lengths = np.diff(self.leaves.first_cell) // self.steps
+        within: Ints = np.arange(self.cells) - self.leaves.first_cell[self.rank] - self.step * lengths[self.rank]
+        return within
+
+    def posts(self, costs: Costs) -> Floats:
+        """When a rank gets to each cell that it waits for nothing before; 0 for all others."""
+        post = np.zeros(self.cells)
+        if costs.dispatch:
+            cells = self.leading[self.step[self.leading] == 0]
+            post[cells] = costs.dispatch * (self.within_step[cells] + 1)
+        return post
+
+    def releases(self, costs: Costs) -> Floats:
+        """Before when no node starts: the rank has to get to it, even if it waits for nothing."""
+        release = np.zeros(self.nodes)
+        if costs.dispatch:
+            np.maximum.at(release, self.graph.node, self.posts(costs))
+        return release
+
+    @cached_property
+    def leading(self) -> Ints:
+        """Of every rank and step the cells up to the first that the rank runs itself."""
+        group = self.rank * self.steps + self.step
+        first = np.full(self.ranks * self.steps, self.cells, np.int64)
+        first[group[self.blocking][::-1]] = self.blocking[::-1]
+        return np.flatnonzero(np.arange(self.cells) <= first[group])
+
+
+@lru_cache(maxsize=2)
+def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise: bool) -> Flow:
+    """The flow of a schedule that is proved on the way; the last two are kept, to be run with other costs.
+
+    Raises:
+        VerificationError: the schedule would not run.
+    """
+    verify_structure(schedule)
+    one_step = without_idle(schedule)
+    in_each_others_way = model is not None and (model.lanes != "message" or model.capacity == 0)
+    if in_each_others_way and not Leaves(one_step).has_transfers:
+        verify(one_step)
+        one_step = send_receive(one_step)  # lanes are for transfers: those that lowering would add
+    leaves = Leaves(_repeated(one_step, steps))
+    graph = event_graph(leaves, model or FREE)
+    inner = np.full(len(graph.reason), NOWHERE, np.int32)
+    edges = [(graph.source, graph.target, graph.reason, inner)]
+    edges.append(_between_steps(graph, steps, synchronise=synchronise))
+    source, target, reason, begins = (np.concatenate(arrays) for arrays in zip(*edges, strict=True))
+    nodes = len(graph.node) + steps * schedule.ranks + (steps if synchronise else 0)
+    order = in_order(nodes, source, target)
+    if order is None:
+        verify(schedule, model=model or FREE)
+        raise ScheduleError(f"the schedule runs once, but {steps} steps back to back deadlock (under {model or FREE})")
+    for array in (
+        source,
+        target,
+        reason,
+        begins,
+        graph.node,
+        graph.awaited,
+        graph.waiting,
+        graph.reason,
+        order.nodes,
+        order.first,
+        order.source,
+        order.edge,
+    ):
+        array.setflags(write=False)  # it is kept, and shared by all that is simulated with it
+    return Flow(one_step, model or FREE, steps, synchronise, leaves, graph, source, target, reason, begins, order)
+
+
+def _repeated(schedule: Schedule, steps: int) -> Schedule:
+    """So many steps in a row, as one step with so many times the microbatches."""
+    if steps == 1:
+        return schedule
+    rows = []
+    for rank in range(schedule.ranks):
+        codes = schedule.codes_of(rank)
+        later = (packed.microbatches(codes) >= 0) * schedule.microbatches
+        rows.append(np.concatenate([packed.later(codes, later * step) for step in range(steps)]))
+    return Schedule.from_codes(rows, placement=schedule.placement, microbatches=schedule.microbatches * steps)
+
+
+def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints, Ints]:
+    """The edges from what a rank runs last in a step to its optimizer, and from there to the next step.
+
+    Besides source, target and reason, of those into a step the cell that they are for: under rendezvous the node of a
+    receive is that of its send, on another rank.
+    """
+    leaves, cells = graph.leaves, len(graph.node)
+    ranks = leaves.schedule.ranks
+    is_operation = np.ones(cells, bool)
+    is_operation[leaves.cell] = _IS_OPERATION[leaves.kind]
+    edges: list[tuple[int, int, int]] = []
+    for rank in range(ranks):
+        begin, end = leaves.first_cell[rank : rank + 2].tolist()
+        length = (end - begin) // steps
+        runs = np.flatnonzero(~is_operation[begin : begin + length]).tolist()
+        for step in range(steps):
+            optimizer, barrier = cells + step * ranks + rank, cells + steps * ranks + step
+            if runs:
+                edges.append((begin + step * length + runs[-1], optimizer, NOWHERE))
+            if synchronise:
+                edges.append((optimizer, barrier, NOWHERE))
+            if runs and step + 1 < steps:
+                following = begin + (step + 1) * length
+                leading = range(following, following + runs[0] + 1)
+                edges += ((barrier if synchronise else optimizer, int(graph.node[cell]), cell) for cell in leading)
+    source, target, begins = np.array(edges, np.int32).reshape(-1, 3).T
+    return source, target, np.full(len(edges), STEP, np.int8), begins

@@ -1,0 +1,150 @@
+"""What a page knows of timelines: plain arrays and words, as JSON holds them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.ir import packed
+from penstock.ir.actions import OVERLAP_F_B, RECV_B, RECV_F, SEND_F
+from penstock.simulation.idle import CAUSES
+from penstock.simulation.step_graph import LANE, POST, ROOM
+from penstock.view.palette import LOOKS, look_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.simulation.timeline import MemoryCurve, Timeline
+
+    Ints = NDArray[np.signedinteger[Any]]
+
+_LOOK_NAMES = tuple(LOOKS)
+
+
+def facts_of_page(timelines: Sequence[Timeline], titles: Sequence[str], memory_limit: float | None) -> dict[str, Any]:
+    """Everything that the page shows."""
+    return {
+        "looks": [{"name": name, **_look(name)} for name in LOOKS],
+        "causes": CAUSES,
+        "limit": memory_limit,
+        "timelines": [
+            facts_of_timeline(timeline, title) for timeline, title in zip(timelines, titles, strict=True)
+        ],
+    }  # fmt: skip
+
+
+def _look(name: str) -> dict[str, str]:
+    look = LOOKS[name]
+    return {"meaning": look.meaning, "colour": look.colour, "ink": look.ink}
+
+
+def facts_of_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
+    """Everything that the page shows of one timeline."""
+    schedule = timeline.flow.schedule
+    return {
+        "title": title,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "steps": timeline.flow.steps,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubbleRate": timeline.bubble_rate,
+        "spanBubbleRate": timeline.span_bubble_rate,
+        "peaks": _short(timeline.peak_memory),
+        "cells": _cells(timeline),
+        "edges": _edges(timeline),
+        "waits": _waits(timeline),
+        "transfers": _transfers(timeline),
+        "memory": [_curve(curve) for curve in timeline.memory],
+    }
+
+
+def _cells(timeline: Timeline) -> dict[str, Any]:
+    """The actions rank by rank in order, sends and receives too; ``first`` is where each rank begins."""
+    flow = timeline.flow
+    return {
+        "first": flow.leaves.first_cell.tolist(),
+        "start": _short(timeline.start.tolist()),
+        "end": _short(timeline.end.tolist()),
+        "step": flow.step.tolist() if flow.steps > 1 else None,
+        "look": _looks(timeline).tolist(),
+        "posted": np.flatnonzero(flow.is_operation).tolist(),
+        "name": [str(span.action) for span in timeline.spans],
+    }
+
+
+def _looks(timeline: Timeline) -> Ints:
+    """The look of each cell, by its place among all looks."""
+    flow = timeline.flow
+    of_type = np.array([0, *(_LOOK_NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
+    looks = of_type[flow.leaves.kind[flow.first_leaf]]
+    several = np.diff(np.append(flow.first_leaf, len(flow.leaves))) > 1
+    return np.where(several, _LOOK_NAMES.index(look_name(OVERLAP_F_B)), looks)
+
+
+def _edges(timeline: Timeline) -> dict[str, Any]:
+    """What each node waited for longest, and all that needs it; nodes beyond the cells are ends of steps."""
+    flow = timeline.flow
+    needed = np.flatnonzero(_is_need(timeline))
+    needed = needed[np.argsort(flow.source[needed], kind="stable")]
+    path = timeline.critical_path
+    return {
+        "before": np.append(flow.source, -1)[timeline.critical].tolist(),
+        "first": np.searchsorted(flow.source[needed], np.arange(flow.nodes + 1)).tolist(),
+        "after": flow.target[needed].tolist(),
+        "last": timeline.spans.index(path[-1]) if path else -1,
+    }
+
+
+def _is_need(timeline: Timeline) -> NDArray[np.bool_]:
+    """Whether each edge is one of data or of order: not the queue of a lane, nor a receive that is posted."""
+    flow = timeline.flow
+    is_need = ~np.isin(flow.reason, [LANE, ROOM])
+    waiting = flow.graph.waiting
+    receives = flow.leaves.is_kind(waiting, RECV_F) | flow.leaves.is_kind(waiting, RECV_B)
+    is_need[: len(waiting)] &= ~(receives & (flow.graph.reason == POST))
+    return np.asarray(is_need)
+
+
+def _waits(timeline: Timeline) -> dict[str, Any]:
+    waits = timeline.waits
+    ranks = np.array([wait.rank for wait in waits], np.int64)
+    return {
+        "first": np.searchsorted(ranks, np.arange(timeline.flow.ranks + 1)).tolist(),
+        "start": _short(wait.start for wait in waits),
+        "end": _short(wait.end for wait in waits),
+        "cause": [CAUSES.index(wait.cause) for wait in waits],
+        "why": [wait.why for wait in waits],
+    }
+
+
+def _transfers(timeline: Timeline) -> dict[str, Any]:
+    """In the order in which they set out, so that those in view stand together."""
+    transfers = sorted(timeline.transfers, key=lambda transfer: transfer.start)
+    return {
+        "source": [transfer.source for transfer in transfers],
+        "target": [transfer.target for transfer in transfers],
+        "start": _short(transfer.start for transfer in transfers),
+        "end": _short(transfer.end for transfer in transfers),
+        "forward": [int(transfer.action.computation_type is SEND_F) for transfer in transfers],
+        "name": [str(transfer.action) for transfer in transfers],
+    }
+
+
+def _curve(curve: MemoryCurve) -> dict[str, Any]:
+    """The curve without the times at which nothing changes."""
+    changes = np.append(True, np.diff(curve.values) != 0)
+    return {"time": _short(curve.times[changes].tolist()), "value": _short(curve.values[changes].tolist())}
+
+
+def _short(numbers: Iterable[float]) -> list[float]:
+    """The numbers without the noise of their last digits, which would make up half of the file."""
+    return [_whole(float(f"{number:.12g}")) for number in numbers]
+
+
+def _whole(number: float) -> float:
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number
