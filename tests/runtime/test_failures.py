@@ -660,8 +660,8 @@ def garbage_words(rank, make, kinds, modes=("inferred", EXAMPLES)):
         for shapes in modes:
             pipe = make({rank: Faulty(rank)}, schedule, shapes)
             if rank == 0:
-                tell, exchange = pipe.transport.tell, pipe.transport.exchange
-                pipe.transport.tell = lambda peer, data, tell=tell, kind=kind: tell(peer, WORDS[kind](data))
+                send, exchange = pipe.transport.send_bytes, pipe.transport.exchange
+                pipe.transport.send_bytes = lambda peer, data, send=send, kind=kind: send(peer, WORDS[kind](data))
                 pipe.transport.exchange = lambda data, exchange=exchange, kind=kind: exchange(WORDS[kind](data))
             found.append(error_of(lambda pipe=pipe: call(pipe)))
             pipe.close()

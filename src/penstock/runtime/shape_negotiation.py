@@ -52,7 +52,7 @@ def inferred(
         elif rank_of[index - 1] == rank:
             kinds, found = told
         else:
-            kinds, samples, found = _heard(transport.hear(rank_of[index - 1]), index, len(kwargs))
+            kinds, samples, found = _heard(transport.receive_bytes(rank_of[index - 1]), index, len(kwargs))
         if index > 0:
             metas[index - 1] = [found[kind] for kind in kinds]
         calls = [
@@ -66,7 +66,7 @@ def inferred(
         told = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
-            transport.tell(rank_of[index + 1], _written(kinds, samples, outcomes))
+            transport.send_bytes(rank_of[index + 1], _written(kinds, samples, outcomes))
     return metas, samples
 
 

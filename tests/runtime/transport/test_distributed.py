@@ -73,9 +73,9 @@ def check_dead(transport):
         lambda: transport.send(torch.zeros(1), 0, 0),
         lambda: transport.receive(torch.zeros(1), 0, 0),
         lambda: transport.exchange(b""),
-        lambda: transport.tell(0, b""),
-        lambda: transport.hear(0),
-        lambda: transport.connect([(0, 1)]) if transport.rank < 2 else transport.hear(0),
+        lambda: transport.send_bytes(0, b""),
+        lambda: transport.receive_bytes(0),
+        lambda: transport.connect([(0, 1)]) if transport.rank < 2 else transport.receive_bytes(0),
     ):
         with pytest.raises(StepError, match="must be rebuilt"):
             call()
@@ -168,10 +168,10 @@ def words_and_rounds(transport):
     for number in range(20):
         given = transport.exchange(b"%d/%d" % (rank, number))
         assert given == [b"%d/%d" % (other, number) for other in range(ranks)]
-        transport.tell(following, b"first %d" % number)
-        transport.tell(following, b"")
-        assert transport.hear(before) == b"first %d" % number
-        assert transport.hear(before) == b""
+        transport.send_bytes(following, b"first %d" % number)
+        transport.send_bytes(following, b"")
+        assert transport.receive_bytes(before) == b"first %d" % number
+        assert transport.receive_bytes(before) == b""
         transport.exchange(b"")
         kept.append(transport._board._store.num_keys())
         transport.exchange(b"")
@@ -298,7 +298,7 @@ ACTIONS = {
     "send": lambda transport: lambda: transport.send(torch.zeros(1_000_000), 1, 0).wait(),
     "receive": lambda transport: lambda: transport.receive(torch.zeros(1), 1, 0).wait(),
     "exchange": lambda transport: lambda: transport.exchange(b""),
-    "hear": lambda transport: lambda: transport.hear(1),
+    "receive_bytes": lambda transport: lambda: transport.receive_bytes(1),
     "compute": lambda transport: lambda: compute(transport, 20),
     "connect": lambda transport: lambda: transport.connect([(1, transport.rank)]),
 }
@@ -306,7 +306,11 @@ ACTIONS = {
 
 @pytest.mark.parametrize(
     "others",
-    [("send", "", "receive", "compute"), ("exchange", "", "hear", "exchange"), ("connect", "", "hear", "send")],
+    [
+        ("send", "", "receive", "compute"),
+        ("exchange", "", "receive_bytes", "exchange"),
+        ("connect", "", "receive_bytes", "send"),
+    ],
 )
 def test_a_failure_ends_every_wait(workers, others):
     workers.run(one_tells, others, limit=40)
@@ -391,7 +395,7 @@ def one_does_not_connect(rank, ranks, *, group):
         assert caught.value.peer == 1
     else:
         with pytest.raises(PenstockError, match="rank 1 and rank 2 does not come up"):
-            transport.hear(2)
+            transport.receive_bytes(2)
     transport.close()
 
 
@@ -441,7 +445,7 @@ def one_is_killed(rank, ranks, victim, actions, *, group):
     action = {
         "receive": lambda: transport.receive(torch.zeros(1), victim, 0).wait(),
         "send": lambda: transport.send(torch.zeros(1_000_000), victim, 0).wait(),
-        "hear": lambda: transport.hear(victim),
+        "receive_bytes": lambda: transport.receive_bytes(victim),
         "late": lambda: [time.sleep(0.6), transport.send(torch.zeros(1), victim, 0).wait()],
     }[actions[rank]]
     told, seconds = outcome(transport, action)
@@ -452,7 +456,7 @@ def one_is_killed(rank, ranks, victim, actions, *, group):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank(workers, victim):
-    actions = ["receive", "hear", "send", "late"]
+    actions = ["receive", "receive_bytes", "send", "late"]
     results = workers.run(one_is_killed, victim, actions, limit=40, deaths=True)
     assert results.pop(victim) == Ended(victim, -9)
     (failure,) = {failure for failure, _ in results}

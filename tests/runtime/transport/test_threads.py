@@ -42,10 +42,10 @@ def test_when_a_tensor_is_copied(buffering):
             posted = transport.send(tensor, 1, 5)
             with torch.no_grad():
                 tensor.fill_(2)
-            transport.tell(1, b"changed")
+            transport.send_bytes(1, b"changed")
             posted.wait()
             return None
-        transport.hear(0)
+        transport.receive_bytes(0)
         tensor = torch.zeros(2)
         transport.receive(tensor, 0, 5).wait()
         return tensor.tolist()
@@ -85,9 +85,9 @@ def test_words_and_rounds():
         transport.connect([(0, 1), (1, 2)])
         rounds = [transport.exchange(b"%d.%d" % (transport.rank, number)) for number in range(3)]
         following, before = (transport.rank + 1) % 3, (transport.rank - 1) % 3
-        transport.tell(following, b"first")
-        transport.tell(following, b"")
-        return rounds, transport.hear(before), transport.hear(before)
+        transport.send_bytes(following, b"first")
+        transport.send_bytes(following, b"")
+        return rounds, transport.receive_bytes(before), transport.receive_bytes(before)
 
     for rounds, first, second in run_in_threads(worker, 3):
         assert rounds == [[b"%d.%d" % (rank, number) for rank in range(3)] for number in range(3)]
@@ -164,7 +164,7 @@ def test_bytes_in_place_of_what_a_backend_may_not_take():
     assert posted == [(torch.half, 3, 0), *((torch.uint8, 3, tag) for tag in range(1, 5))]
 
 
-@pytest.mark.parametrize("what", ["receive", "hear", "exchange"])
+@pytest.mark.parametrize("what", ["receive", "receive_bytes", "exchange"])
 def test_waiting_for_a_rank_that_has_ended(what):
     def worker(transport):
         if transport.rank == 0:
@@ -172,8 +172,8 @@ def test_waiting_for_a_rank_that_has_ended(what):
         at(transport, "1F0")
         if what == "receive":
             transport.receive(torch.zeros(1), 0, 0).wait()
-        elif what == "hear":
-            transport.hear(0)
+        elif what == "receive_bytes":
+            transport.receive_bytes(0)
         else:
             transport.exchange(b"")
 
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_not_received(buffering, other):
     assert not other.any()
 
 
-@pytest.mark.parametrize("what", ["send", "receive", "hear", "exchange", "compute"])
+@pytest.mark.parametrize("what", ["send", "receive", "receive_bytes", "exchange", "compute"])
 def test_an_error_ends_all_waits(what):
     told = []
 
@@ -211,8 +211,8 @@ def test_an_error_ends_all_waits(what):
                 transport.send(torch.zeros(1), 2, 0).wait()
             elif what == "receive":
                 transport.receive(torch.zeros(1), 2, 0).wait()
-            elif what == "hear":
-                transport.hear(2)
+            elif what == "receive_bytes":
+                transport.receive_bytes(2)
             elif what == "exchange":
                 transport.exchange(b"")
             else:
@@ -238,7 +238,11 @@ def test_the_first_failure_wins_and_the_transport_is_dead():
     assert second.fail(failure) is failure
     assert first.fail(Failure(0, "late")) is failure
     assert first.failure() is failure
-    for call in (lambda: first.send(torch.zeros(1), 1, 0), lambda: first.exchange(b""), lambda: second.hear(0)):
+    for call in (
+        lambda: first.send(torch.zeros(1), 1, 0),
+        lambda: first.exchange(b""),
+        lambda: second.receive_bytes(0),
+    ):
         with pytest.raises(StepError, match="must be rebuilt; what happened: no luck") as caught:
             call()
         assert (caught.value.action, caught.value.stage, caught.value.microbatch) == ("1F0", 1, 0)
@@ -253,7 +257,7 @@ def test_a_rank_that_does_not_end_is_named():
             at(transport, "1F4")
             release.wait(10)
         else:
-            transport.hear(1)
+            transport.receive_bytes(1)
 
     with pytest.raises(TransportError, match=r"not done within 0.1 s: rank 0 in its own code, rank 1 in 1F4; rank 1"):
         run_in_threads(worker, 2, timeout=0.1)
@@ -267,7 +271,7 @@ def test_peers_that_there_are_not():
     transport = thread_transports(2)[0]
     for call in (
         lambda: transport.send(torch.zeros(1), 2, 0),
-        lambda: transport.hear(-1),
+        lambda: transport.receive_bytes(-1),
         lambda: transport.connect([(0, 5)]),
     ):
         with pytest.raises(TransportError, match="there is no rank"):

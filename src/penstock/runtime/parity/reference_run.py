@@ -143,13 +143,13 @@ class PlainRun:
         if peer == self._transport.rank:
             self._local[index, True] = meta
         else:
-            self._transport.tell(peer, encode(meta))
+            self._transport.send_bytes(peer, encode(meta))
 
     def _taken(self, index: int) -> tuple[EdgeMeta, list[torch.Tensor]]:
         """What comes from the stage before, as leaves."""
         peer = self._rank_of[index - 1]
         mine = peer == self._transport.rank
-        meta = self._local.pop((index - 1, True)) if mine else decode(self._transport.hear(peer))
+        meta = self._local.pop((index - 1, True)) if mine else decode(self._transport.receive_bytes(peer))
         tensors = self._take(index - 1, index, [one.empty(self._stages[index].device) for one in meta.tensors])
         leaves = [
             tensor.detach().requires_grad_(one.requires_grad) for tensor, one in zip(tensors, meta.tensors, strict=True)

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.execution.transport import Progress
 from penstock.runtime.transport.failure_messages import dead_error, label_of, peer_of, step_error
-from penstock.runtime.transport.mailbox import Mailbox, NoWordError
+from penstock.runtime.transport.mailbox import Mailbox, MessageTimeoutError
 from penstock.runtime.transport.process_groups import WARM_UP_TAG, OwnGroup, backend_for
 from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.status_board import Board, Place
@@ -125,15 +125,15 @@ class DistributedTransport:
         with self._reaching_the_store():
             return self._mailbox.exchange(data, self._check)
 
-    def tell(self, peer: int, data: bytes) -> None:
+    def send_bytes(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
         with self._reaching_the_store():
-            self._mailbox.tell(peer, data)
+            self._mailbox.send_bytes(peer, data)
 
-    def hear(self, peer: int) -> bytes:
+    def receive_bytes(self, peer: int) -> bytes:
         """What the peer told next."""
         with self._reaching_the_store():
-            return self._mailbox.hear(peer, self._check)
+            return self._mailbox.receive_bytes(peer, self._check)
 
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
@@ -327,14 +327,14 @@ class DistributedTransport:
         try:
             try:
                 yield
-            except NoWordError as error:
+            except MessageTimeoutError as error:
                 raise self._traced(error) from None
         except PenstockError:
             raise
         except RuntimeError as error:
             raise step_error(self.lose_store(error)) from error
 
-    def _traced(self, error: NoWordError) -> TransportError:
+    def _traced(self, error: MessageTimeoutError) -> TransportError:
         """Whoever gave no word may itself wait for another: the one at the end of the line is named, too."""
         assert error.peer is not None
         waits = who_waits_for_whom(self._board, self.rank, self.progress.call, error.peer)

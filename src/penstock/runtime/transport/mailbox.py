@@ -29,7 +29,7 @@ class Awaited(NamedTuple):
     since: float
 
 
-class NoWordError(TransportError):
+class MessageTimeoutError(TransportError):
     """A word has not come in time."""
 
 
@@ -55,12 +55,12 @@ class Mailbox:
         self._heard: Counter[int] = Counter()
         self._round = 0
 
-    def tell(self, peer: int, data: bytes) -> None:
+    def send_bytes(self, peer: int, data: bytes) -> None:
         """Leave a word for a peer."""
         self._set(f"word/{self._rank}/{peer}/{self._told[peer]}", data)
         self._told[peer] += 1
 
-    def hear(self, peer: int, check: Callable[[bool], None]) -> bytes:
+    def receive_bytes(self, peer: int, check: Callable[[bool], None]) -> bytes:
         """The next word of a peer."""
         key = f"word/{peer}/{self._rank}/{self._heard[peer]}"
         data = self._get(key, peer, check)
@@ -99,7 +99,7 @@ class Mailbox:
                 raise
             waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s for a word of rank {peer}"
             told = f"{waited}, which has not come: it may hang, have failed on its own, or have been killed"
-            raise NoWordError(told, peer=peer) from None
+            raise MessageTimeoutError(told, peer=peer) from None
         finally:
             self.awaited = None
         if not data:

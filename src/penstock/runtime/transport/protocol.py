@@ -57,10 +57,10 @@ class Transport(Protocol):
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks. All ranks call it."""
 
-    def tell(self, peer: int, data: bytes) -> None:
+    def send_bytes(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
 
-    def hear(self, peer: int) -> bytes:
+    def receive_bytes(self, peer: int) -> bytes:
         """What the peer told next."""
 
     def fail(self, failure: Failure) -> Failure:

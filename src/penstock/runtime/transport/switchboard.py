@@ -85,7 +85,7 @@ class Switchboard:
                 raise self._step_error()
             return [given[other] for other in range(self.ranks)]
 
-    def tell(self, rank: int, peer: int, data: bytes) -> None:
+    def send_bytes(self, rank: int, peer: int, data: bytes) -> None:
         """Leave a word for a peer."""
         with self._lock:
             self._check_alive(rank)
@@ -94,7 +94,7 @@ class Switchboard:
             if wait is not None and wait.peer == rank:
                 self._wake(peer)
 
-    def hear(self, rank: int, peer: int, label: str) -> bytes:
+    def receive_bytes(self, rank: int, peer: int, label: str) -> bytes:
         """The next word that a peer has left."""
         with self._lock:
             self._check_alive(rank)

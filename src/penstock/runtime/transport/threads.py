@@ -58,15 +58,15 @@ class ThreadTransport:
         """What every rank gave, in the order of ranks. All ranks call it."""
         return self._switchboard.exchange(self.rank, data, self._place)
 
-    def tell(self, peer: int, data: bytes) -> None:
+    def send_bytes(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
         self._check_peer(peer)
-        self._switchboard.tell(self.rank, peer, data)
+        self._switchboard.send_bytes(self.rank, peer, data)
 
-    def hear(self, peer: int) -> bytes:
+    def receive_bytes(self, peer: int) -> bytes:
         """What the peer told next."""
         self._check_peer(peer)
-        return self._switchboard.hear(self.rank, peer, self._place)
+        return self._switchboard.receive_bytes(self.rank, peer, self._place)
 
     def fail(self, failure: Failure) -> Failure:
         """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
