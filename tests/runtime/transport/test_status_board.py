@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.runtime.transport.protocol import Failure
-from penstock.runtime.transport.status_board import Board, Place, decoded, encoded
+from penstock.runtime.transport.status_board import RankStatus, StatusBoard, decoded, encoded
 from penstock.runtime.transport.watchdog import who_waits_for_whom
 
 FAILURE = Failure(2, "rank 2 raised ValueError: \N{SNOWMAN}", "2F0", 2, 0, "Traceback ...")
@@ -16,10 +16,10 @@ def store():
 
 
 def test_the_first_failure_wins(store):
-    first, second = Board(store, 0, 2), Board(store, 1, 2)
+    first, second = StatusBoard(store, 0, 2), StatusBoard(store, 1, 2)
     assert first.failure() is None
-    assert second.tell_failure(FAILURE) == FAILURE
-    assert first.tell_failure(Failure(0, "late")) == FAILURE
+    assert second.publish_failure(FAILURE) == FAILURE
+    assert first.publish_failure(Failure(0, "late")) == FAILURE
     assert first.failure() == FAILURE
 
 
@@ -74,17 +74,17 @@ def test_garbage_is_a_failure_that_says_so(data):
 
 
 def test_who_waits_for_whom(store):
-    places = {
-        0: Place("0F1", None, 31),
-        1: Place("1RECV_F3", 0, 30),
-        3: Place("3RECV_B0", 4, 30),
-        4: Place("4RECV_F0", 3, 30),
-        5: Place(None, None, 0),
-        6: Place("6RECV_F0", 0, 0.2),
+    statuses = {
+        0: RankStatus("0F1", None, 31),
+        1: RankStatus("1RECV_F3", 0, 30),
+        3: RankStatus("3RECV_B0", 4, 30),
+        4: RankStatus("4RECV_F0", 3, 30),
+        5: RankStatus(None, None, 0),
+        6: RankStatus("6RECV_F0", 0, 0.2),
     }
-    for rank, place in places.items():
-        Board(store, rank, 8).tell_place(place)
-    board = Board(store, 2, 8)
+    for rank, status in statuses.items():
+        StatusBoard(store, rank, 8).publish_status(status)
+    board = StatusBoard(store, 2, 8)
 
     def told(peer):
         return who_waits_for_whom(board, 2, "2RECV_F3", peer)
@@ -100,17 +100,17 @@ def test_who_waits_for_whom(store):
 
 
 def test_a_rank_that_is_silent(store):
-    store.set("place/0", json.dumps({"label": "0F1", "peer": None, "seconds": 1, "at": 1_000_000_000}))
-    store.set("place/1", "garbage")
-    store.set("place/2", json.dumps({"label": 7, "peer": None, "seconds": 1, "at": 0}))
-    board = Board(store, 3, 4)
+    store.set("status/0", json.dumps({"label": "0F1", "peer": None, "seconds": 1, "at": 1_000_000_000}))
+    store.set("status/1", "garbage")
+    store.set("status/2", json.dumps({"label": 7, "peer": None, "seconds": 1, "at": 0}))
+    board = StatusBoard(store, 3, 4)
     assert "which was in 0F1, and has not been heard of for" in who_waits_for_whom(board, 3, "3F0", 0)
-    assert board.place(1) is None
-    assert board.place(2) is None
+    assert board.status(1) is None
+    assert board.status(2) is None
 
 
 def test_a_chain_is_not_told_for_ever(store):
     for rank in range(100):
-        Board(store, rank, 101).tell_place(Place(f"{rank}F0", rank + 1, 30))
-    told = who_waits_for_whom(Board(store, 0, 101), 0, "0F0", 1)
+        StatusBoard(store, rank, 101).publish_status(RankStatus(f"{rank}F0", rank + 1, 30))
+    told = who_waits_for_whom(StatusBoard(store, 0, 101), 0, "0F0", 1)
     assert "88 more ranks, and at last rank 100, which has not begun a step" in told

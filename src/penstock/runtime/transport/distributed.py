@@ -22,7 +22,7 @@ from penstock.runtime.transport.failure_messages import dead_error, label_of, pe
 from penstock.runtime.transport.mailbox import Mailbox, MessageTimeoutError
 from penstock.runtime.transport.process_groups import WARM_UP_TAG, OwnGroup, backend_for
 from penstock.runtime.transport.protocol import Failure
-from penstock.runtime.transport.status_board import Board, Place
+from penstock.runtime.transport.status_board import RankStatus, StatusBoard
 from penstock.runtime.transport.store_connections import own_connection, own_prefix
 from penstock.runtime.transport.watchdog import Watch, who_waits_for_whom
 
@@ -85,10 +85,10 @@ class DistributedTransport:
         with _waiting_for_all(self.rank):
             store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
             self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
-            self._board = Board(own_connection(store), self.rank, self.ranks)
+            self._board = StatusBoard(own_connection(store), self.rank, self.ranks)
             self._meet(backend)
         self._group = self._connected(parent, PrefixStore("group", store), backend)
-        self._board.tell_alive()
+        self._board.announce()
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
         watch = Watch(self, self._board, timeout)
@@ -140,10 +140,10 @@ class DistributedTransport:
         if self._failure is not None:
             return self._failure
         try:
-            winning = self.learn(self._board.tell_failure(failure))
+            winning = self.learn(self._board.publish_failure(failure))
         except RuntimeError:  # the store is gone: the others notice that, and the end of the connections
             winning = self.learn(failure, alone=True)
-        self._board.stay()
+        self._board.await_acknowledgements()
         return winning
 
     def failure(self, *, known: float = 0.0) -> Failure | None:
@@ -232,7 +232,7 @@ class DistributedTransport:
             backends = self._mailbox.exchange(backend.encode(), lambda _: None)
         except TransportError as error:
             told = f"not all ranks make their Pipeline: {error}"
-            self._board.tell_failure(Failure(self.rank, told))
+            self._board.publish_failure(Failure(self.rank, told))
             raise TransportError(told, peer=error.peer) from None
         failure = self._board.failure()
         if failure is not None:
@@ -271,8 +271,8 @@ class DistributedTransport:
         deadline = time.monotonic() + limit
         thread.join(_GLANCE)
         while thread.is_alive() and time.monotonic() < deadline:
-            if self._board.is_asked():
-                self._board.tell_alive()
+            if self._board.is_roll_called():
+                self._board.announce()
                 if (failure := self._board.failure()) is not None:
                     raise step_error(failure)
             thread.join(_GLANCE)
@@ -283,16 +283,16 @@ class DistributedTransport:
         return made[0]
 
     def _not_connected(self, error: RuntimeError) -> TransportError:
-        silent: list[int] = []
+        missing: list[int] = []
         with suppress(RuntimeError):
-            self._board.tell_alive()
-            silent = self._board.silent(_SILENCE)
-        peer = silent[0] if len(silent) == 1 else None
-        ranks = ", ".join(f"rank {rank}" for rank in silent)
-        whom = f"{ranks}, which may have been killed" if silent else "its peers"
+            self._board.announce()
+            missing = self._board.unresponsive(_SILENCE)
+        peer = missing[0] if len(missing) == 1 else None
+        ranks = ", ".join(f"rank {rank}" for rank in missing)
+        whom = f"{ranks}, which may have been killed" if missing else "its peers"
         told = f"rank {self.rank} cannot connect to {whom} ({_reason(error)})"
         with suppress(RuntimeError):
-            self._board.tell_failure(Failure(self.rank, told))
+            self._board.publish_failure(Failure(self.rank, told))
         return TransportError(told, peer=peer)
 
     def _warm_up(self, pair: tuple[int, int]) -> None:
@@ -357,8 +357,8 @@ class DistributedTransport:
     def _is_closed(self, peer: int) -> bool:
         """Whether a peer has closed its pipeline, as far as the store can tell."""
         with suppress(RuntimeError):
-            place = self._board.place(peer)
-            return place is not None and place.is_closed
+            status = self._board.status(peer)
+            return status is not None and status.is_closed
         return False
 
 
@@ -397,11 +397,11 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
 
 
-def _end(watch: Watch, board: Board, group: OwnGroup, progress: Progress) -> None:
+def _end(watch: Watch, board: StatusBoard, group: OwnGroup, progress: Progress) -> None:
     watch.stop()
     with suppress(RuntimeError):  # if the store is gone, so is whoever would ask
-        board.tell_place(Place(None, None, 0.0, closed_after=progress.step))
-    board.stay()
+        board.publish_status(RankStatus(None, None, 0.0, closed_after=progress.step))
+    board.await_acknowledgements()
     board.close()
     group.destroy()
 

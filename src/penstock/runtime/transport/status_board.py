@@ -27,21 +27,21 @@ _MOST_TRACEBACK: Final = 30_000
 _MOST_BYTES: Final = 12 * (_MOST_MESSAGE + _MOST_TRACEBACK) + 4_000
 
 
-class Place(NamedTuple):
+class RankStatus(NamedTuple):
     """Where a rank is, as it told last.
 
     Attributes:
         label: the text of its operation; None between steps.
         peer: the rank that it may have to wait for in it.
         seconds: how long it has been there.
-        silent: how long ago it told that, beyond what is usual.
+        silent_for: how long ago it told that, beyond what is usual.
         closed_after: how many steps it had begun when it closed its pipeline; None if it has not.
     """
 
     label: str | None
     peer: int | None
     seconds: float
-    silent: float = 0.0
+    silent_for: float = 0.0
     closed_after: int | None = None
 
     @property
@@ -50,7 +50,7 @@ class Place(NamedTuple):
         return self.closed_after is not None
 
 
-class Board:
+class StatusBoard:
     """The store, with a method for everything that is written to it or read from it."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -59,7 +59,7 @@ class Board:
         self._ranks = ranks
         self._knows_since: float | None = None
 
-    def tell_failure(self, failure: Failure) -> Failure:
+    def publish_failure(self, failure: Failure) -> Failure:
         """Write a failure, unless there is one already; returns the one that is there."""
         found = self._store.compare_set(_FAILURE, "", encoded(failure))
         return decoded(found, self._rank)
@@ -70,26 +70,26 @@ class Board:
             return None
         return decoded(self._store.get(_FAILURE), self._rank)
 
-    def tell_place(self, place: Place) -> None:
+    def publish_status(self, status: RankStatus) -> None:
         """Write where this rank is."""
         told = {
-            "label": place.label,
-            "peer": place.peer,
-            "seconds": place.seconds,
+            "label": status.label,
+            "peer": status.peer,
+            "seconds": status.seconds,
             "at": time.time(),
-            "closed_after": place.closed_after,
+            "closed_after": status.closed_after,
         }
-        self._store.set(f"place/{self._rank}", json.dumps(told))
+        self._store.set(f"status/{self._rank}", json.dumps(told))
 
-    def place(self, rank: int) -> Place | None:
+    def status(self, rank: int) -> RankStatus | None:
         """Where another rank is; None if it has never told, or not so that it can be understood."""
-        key = f"place/{rank}"
+        key = f"status/{rank}"
         if not self._store.check([key]):
             return None
         told = _object(self._store.get(key))
         try:
             age = max(0.0, time.time() - float(told["at"]))
-            return Place(
+            return RankStatus(
                 _text(told["label"], 200),
                 _number(told["peer"]),
                 float(told["seconds"]) + age,
@@ -99,15 +99,15 @@ class Board:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def tell_alive(self) -> None:
+    def announce(self) -> None:
         """Say that this rank is there, while ranks connect."""
         self._store.set(f"alive/{self._rank}", "")
 
-    def is_asked(self) -> bool:
+    def is_roll_called(self) -> bool:
         """Whether another rank wants to know who is there."""
         return bool(self._store.check([_ASKED]))
 
-    def silent(self, grace: float) -> list[int]:
+    def unresponsive(self, grace: float) -> list[int]:
         """Ask who is there; the ranks that have not answered after `grace` seconds."""
         self._store.set(_ASKED, "")
         deadline = time.monotonic() + grace
@@ -123,7 +123,7 @@ class Board:
         self._knows_since = time.monotonic()
         self._store.add("knows", 1)
 
-    def has_word(self, key: str) -> bool:
+    def has_message(self, key: str) -> bool:
         """Whether there is something under a key for which a thread of this rank waits."""
         return bool(self._store.check([key]))
 
@@ -132,7 +132,7 @@ class Board:
         if key is not None:
             self._store.set(key, "")
 
-    def stay(self) -> None:
+    def await_acknowledgements(self) -> None:
         """Wait until every rank knows of the failure that this one knows of, for a moment at most.
 
         This rank may be the one that hosts the store, and end when this returns.

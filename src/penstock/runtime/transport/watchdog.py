@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.runtime.transport.failure_messages import chain, label_of, peer_of
 from penstock.runtime.transport.protocol import Failure
-from penstock.runtime.transport.status_board import Place
+from penstock.runtime.transport.status_board import RankStatus
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.distributed import DistributedTransport
     from penstock.runtime.transport.mailbox import Awaited
-    from penstock.runtime.transport.status_board import Board
+    from penstock.runtime.transport.status_board import StatusBoard
 
 #: How often the watch looks, in seconds. One small request to the store each time, while a step is under way.
 _INTERVAL: Final = 0.25
@@ -30,7 +30,7 @@ _SURELY: Final = 1.0
 class Watch(threading.Thread):
     """Looks after a transport while it is at work, and holds no reference to it in between."""
 
-    def __init__(self, transport: DistributedTransport, board: Board, timeout: float) -> None:
+    def __init__(self, transport: DistributedTransport, board: StatusBoard, timeout: float) -> None:
         super().__init__(name=f"penstock watch of rank {transport.rank}", daemon=True)
         self._transport = weakref.ref(transport)
         self._board = board
@@ -64,7 +64,7 @@ class Watch(threading.Thread):
             self._seen, self._since, self._looks = seen, time.monotonic(), 0
         if progress.index < 0 and not transport.is_waiting:
             # Nothing to look after. The store may go away now: it does when the rank that hosts it is done.
-            self._leave_place()
+            self._clear_status()
             return True
         try:
             return self._is_well(transport)
@@ -73,12 +73,12 @@ class Watch(threading.Thread):
                 transport.lose_store(error)
             return False
 
-    def _leave_place(self) -> None:
+    def _clear_status(self) -> None:
         """The last place that was told is not where the rank is now."""
         if self._told_label:
             self._told_label = False
             with contextlib.suppress(RuntimeError):
-                self._board.tell_place(Place(None, None, 0.0))
+                self._board.publish_status(RankStatus(None, None, 0.0))
 
     def _is_well(self, transport: DistributedTransport) -> bool:
         failure = self._board.failure()
@@ -90,7 +90,7 @@ class Watch(threading.Thread):
             return self._agreement_is_well(transport, transport.awaited)
         seconds = time.monotonic() - self._since
         if self._looks % _TELL_EVERY == 0:
-            self._board.tell_place(Place(label, peer, seconds))
+            self._board.publish_status(RankStatus(label, peer, seconds))
             self._told_label = True
         self._looks += 1
         if peer is None or seconds < self._timeout:
@@ -108,11 +108,11 @@ class Watch(threading.Thread):
         if awaited != self._awaited or self._looks % _TELL_EVERY == 0:
             self._awaited, self._told_label = awaited, awaited is not None
             if awaited is None:
-                self._board.tell_place(Place(None, None, 0.0))
+                self._board.publish_status(RankStatus(None, None, 0.0))
             else:
-                self._board.tell_place(Place(call, awaited.peer, time.monotonic() - awaited.since))
-                place = self._board.place(awaited.peer)
-                if place is not None and place.is_closed and self._has_no_word(transport, awaited):
+                self._board.publish_status(RankStatus(call, awaited.peer, time.monotonic() - awaited.since))
+                status = self._board.status(awaited.peer)
+                if status is not None and status.is_closed and self._has_no_word(transport, awaited):
                     told = who_waits_for_whom(self._board, transport.rank, call, awaited.peer)
                     transport.fail(Failure(awaited.peer, told))
                     return False
@@ -121,29 +121,35 @@ class Watch(threading.Thread):
 
     def _has_no_word(self, transport: DistributedTransport, awaited: Awaited) -> bool:
         """Whether a word has not been given. Once it has been read it is gone, but is not awaited any more then."""
-        return not self._board.has_word(awaited.key) and transport.awaited == awaited
+        return not self._board.has_message(awaited.key) and transport.awaited == awaited
 
 
-def who_waits_for_whom(board: Board, rank: int, label: str, peer: int) -> str:
+def who_waits_for_whom(board: StatusBoard, rank: int, label: str, peer: int) -> str:
     """Follow the ranks from one that waits, up to one that does not, or round."""
     links = [(rank, label)]
     while peer not in [waiting for waiting, _ in links]:
-        place = board.place(peer)
-        if place is None or place.label is None or place.peer is None or place.silent or place.seconds < _SURELY:
-            return chain(links, f"rank {peer}, {_told(place)}")
-        links.append((peer, place.label))
-        peer = place.peer
+        status = board.status(peer)
+        if (
+            status is None
+            or status.label is None
+            or status.peer is None
+            or status.silent_for
+            or status.seconds < _SURELY
+        ):
+            return chain(links, f"rank {peer}, {_told(status)}")
+        links.append((peer, status.label))
+        peer = status.peer
     return f"{chain(links, f'rank {peer}')}: {_SAME_CALLS}"
 
 
-def _told(place: Place | None) -> str:
-    if place is None:
+def _told(status: RankStatus | None) -> str:
+    if status is None:
         return "which has not begun a step"
-    if place.is_closed:
-        steps = "a step" if place.closed_after == 1 else f"{place.closed_after} steps"
+    if status.is_closed:
+        steps = "a step" if status.closed_after == 1 else f"{status.closed_after} steps"
         return f"which has closed its pipeline after {steps}: each rank must take as many"
-    if place.label is None:
+    if status.label is None:
         return "which is between two steps: each rank must take as many, of the same kind"
-    if place.silent:
-        return f"which was in {place.label}, and has not been heard of for {place.silent:.0f} s"
-    return f"which is in {place.label} since {place.seconds:.0f} s"
+    if status.silent_for:
+        return f"which was in {status.label}, and has not been heard of for {status.silent_for:.0f} s"
+    return f"which is in {status.label} since {status.seconds:.0f} s"
