@@ -260,7 +260,7 @@ def test_a_rank_that_is_killed_while_shapes_are_agreed_is_named_by_all():
 
 def dies_while_ranks_connect(rank, ranks, *, group):
     """When the others know its address, and have not used it yet."""
-    own_group = distributed.OwnGroup
+    private_group = distributed.PrivateGroup
     processes = [None] * ranks
     dist.all_gather_object(processes, os.getpid(), group)
 
@@ -269,9 +269,9 @@ def dies_while_ranks_connect(rank, ranks, *, group):
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
             wait_for_the_end_of(processes[0])
-        return own_group(*args)
+        return private_group(*args)
 
-    distributed.OwnGroup = connecting
+    distributed.PrivateGroup = connecting
     begin = time.monotonic()
     with pytest.raises((TransportError, StepError)) as caught:
         distributed.DistributedTransport(group, timeout=3.0)
@@ -923,7 +923,7 @@ def test_constructors_that_do_not_fit():
 
 def dies_while_connecting(rank, ranks, *, group):
     if rank == 1:
-        distributed.OwnGroup = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        distributed.PrivateGroup = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     error = error_of(
         lambda: Pipeline(
             {rank: Faulty(rank)},

@@ -34,7 +34,7 @@ from penstock.runtime.program_cache import INFERRED, PER_MICROBATCH, Programs, c
 from penstock.runtime.recording import Recording
 from penstock.runtime.shared_losses import shared
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.failure_messages import dead_error
+from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.runtime.transport.threads import thread_transports
 from penstock.verification.check import verify as prove
 
@@ -455,7 +455,7 @@ class Pipeline:
         failure = self.transport.failure(known=_ASKED_EVERY)
         if failure is not None:
             self._telling.leave_nothing()
-            raise dead_error(failure)
+            raise pipeline_failed_error(failure)
 
     def _action(self) -> Action | None:
         """The action under way."""

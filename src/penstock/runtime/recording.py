@@ -52,7 +52,7 @@ FIELDS: Final[Mapping[ComputationType, str]] = {
 }
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """An action that has run on this rank.
 
     Attributes:
@@ -89,7 +89,7 @@ class Recording:
     """
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.steps: list[list[Timed]] = []
+        self.steps: list[list[TimedAction]] = []
         self.makespan = 0.0
         self.busy: tuple[float, ...] = ()
         self.ends: tuple[float, ...] = ()
@@ -138,7 +138,7 @@ class Recording:
             raise RunError("this pipeline is being recorded already")
         self._before = pipe.transport, pipe._programs
         # Programs and edges hold on to the transport: those of a recording are its own, and so is what ranks agree on.
-        pipe.transport = cast("Transport", _Clocked(pipe.transport, self))
+        pipe.transport = cast("Transport", _TimedTransport(pipe.transport, self))
         pipe._programs = pipe._new_programs()
         pipe._record = self
         return self
@@ -165,9 +165,9 @@ class Recording:
 
     def custom(self, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]) -> Custom:
         """What makes the operations: each with a clock."""
-        return _ClockedOperations(self, self._pipe, workplace, functions)
+        return _TimedOperations(self, self._pipe, workplace, functions)
 
-    def clocked(self, action: Action, operation: Operation) -> Operation:
+    def timed(self, action: Action, operation: Operation) -> Operation:
         """An operation that takes its own time."""
 
         def run(step: Step) -> None:
@@ -178,11 +178,11 @@ class Recording:
             begin = time.perf_counter()
             try:
                 operation(step)
-                self.settle()
+                self.synchronize()
             finally:
                 self._open = True
             end = time.perf_counter()
-            self.steps[-1].append(Timed(action, begin - self._begun, end - self._begun, self._waited))
+            self.steps[-1].append(TimedAction(action, begin - self._begun, end - self._begun, self._waited))
 
         return run
 
@@ -191,12 +191,12 @@ class Recording:
         begin = time.perf_counter()
         try:
             done = pending.wait()
-            self.settle()
+            self.synchronize()
             return done
         finally:
             self._waited += time.perf_counter() - begin
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what has been started on devices."""
         for device in self._devices:
             torch.accelerator.synchronize(device)
@@ -240,7 +240,7 @@ class Recording:
         return [max(0.0, self._times[field].get(stage, 0.0)) for stage in range(self._stages)]
 
 
-class _ClockedOperations(Custom):
+class _TimedOperations(Custom):
     """Makes operations that take their own time; an overlap is left to its parts."""
 
     def __init__(
@@ -255,19 +255,19 @@ class _ClockedOperations(Custom):
 
     def default(self, action: Action) -> Operation | None:
         """What the runtime itself does, by the clock."""
-        return self._clocked(action, super().default(action))
+        return self._timed(action, super().default(action))
 
     def operation(self, action: Action) -> Operation | None:
         """What is to be done for an action, by the clock."""
-        return self._clocked(action, super().operation(action))
+        return self._timed(action, super().operation(action))
 
-    def _clocked(self, action: Action, operation: Operation | None) -> Operation | None:
+    def _timed(self, action: Action, operation: Operation | None) -> Operation | None:
         if operation is None or action.computation_type is OVERLAP_F_B:
             return operation
-        return self._record.clocked(action, operation)
+        return self._record.timed(action, operation)
 
 
-class _ClockedTransfer:
+class _TimedTransfer:
     """A transfer that knows how long it was waited for."""
 
     __slots__ = ("_pending", "_record")
@@ -281,7 +281,7 @@ class _ClockedTransfer:
         return self._record.wait(self._pending)
 
 
-class _Clocked:
+class _TimedTransport:
     """A transport, with a clock at every wait for a transfer."""
 
     def __init__(self, transport: Transport, record: Recording) -> None:
@@ -302,4 +302,4 @@ class _Clocked:
     def _posted(
         self, post: Callable[[torch.Tensor, int, int], Pending], tensor: torch.Tensor, peer: int, tag: int
     ) -> Pending:
-        return _ClockedTransfer(post(tensor, peer, tag), self._record)
+        return _TimedTransfer(post(tensor, peer, tag), self._record)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.status_board import RankStatus, StatusBoard, decoded, encoded
-from penstock.runtime.transport.watchdog import who_waits_for_whom
+from penstock.runtime.transport.watchdog import trace_waits
 
 FAILURE = Failure(2, "rank 2 raised ValueError: \N{SNOWMAN}", "2F0", 2, 0, "Traceback ...")
 
@@ -73,7 +73,7 @@ def test_garbage_is_a_failure_that_says_so(data):
     assert len(failure.message) < 400
 
 
-def test_who_waits_for_whom(store):
+def test_trace_waits(store):
     statuses = {
         0: RankStatus("0F1", None, 31),
         1: RankStatus("1RECV_F3", 0, 30),
@@ -87,7 +87,7 @@ def test_who_waits_for_whom(store):
     board = StatusBoard(store, 2, 8)
 
     def told(peer):
-        return who_waits_for_whom(board, 2, "2RECV_F3", peer)
+        return trace_waits(board, 2, "2RECV_F3", peer)
 
     assert told(0) == "rank 2 waits in 2RECV_F3 for rank 0, which is in 0F1 since 31 s"
     assert (
@@ -104,7 +104,7 @@ def test_a_rank_that_is_silent(store):
     store.set("status/1", "garbage")
     store.set("status/2", json.dumps({"label": 7, "peer": None, "seconds": 1, "at": 0}))
     board = StatusBoard(store, 3, 4)
-    assert "which was in 0F1, and has not been heard of for" in who_waits_for_whom(board, 3, "3F0", 0)
+    assert "which was in 0F1, and has not been heard of for" in trace_waits(board, 3, "3F0", 0)
     assert board.status(1) is None
     assert board.status(2) is None
 
@@ -112,5 +112,5 @@ def test_a_rank_that_is_silent(store):
 def test_a_chain_is_not_told_for_ever(store):
     for rank in range(100):
         StatusBoard(store, rank, 101).publish_status(RankStatus(f"{rank}F0", rank + 1, 30))
-    told = who_waits_for_whom(StatusBoard(store, 0, 101), 0, "0F0", 1)
+    told = trace_waits(StatusBoard(store, 0, 101), 0, "0F0", 1)
     assert "88 more ranks, and at last rank 100, which has not begun a step" in told

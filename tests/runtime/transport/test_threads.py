@@ -7,7 +7,7 @@ import torch
 from penstock.errors import MetadataError, StepError, TransportError
 from penstock.graph.comm_model import CommModel
 from penstock.runtime.transport.distributed import byte_each_way
-from penstock.runtime.transport.process_groups import by_bytes
+from penstock.runtime.transport.process_groups import as_bytes
 from penstock.runtime.transport.protocol import Failure, Transport
 from penstock.runtime.transport.threads import ThreadTransport, run_in_threads, thread_transports
 
@@ -158,7 +158,7 @@ def test_connections_come_up_without_a_circle(lanes):
 
 def test_bytes_in_place_of_what_a_backend_may_not_take():
     posted = []
-    post = by_bytes(lambda tensors, peer, tag: posted.append((tensors[0].dtype, peer, tag)), frozenset({torch.half}))
+    post = as_bytes(lambda tensors, peer, tag: posted.append((tensors[0].dtype, peer, tag)), frozenset({torch.half}))
     for tag, dtype in enumerate([torch.half, torch.complex64, torch.bool, torch.int16, torch.uint8]):
         post([torch.zeros((), dtype=dtype)], 3, tag)
     assert posted == [(torch.half, 3, 0), *((torch.uint8, 3, tag) for tag in range(1, 5))]

@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.execution.transport import Progress
-from penstock.runtime.transport.failure_messages import dead_error, label_of, peer_of, step_error
+from penstock.runtime.transport.failure_messages import label_of, peer_of, pipeline_failed_error, step_error
 from penstock.runtime.transport.mailbox import Mailbox, MessageTimeoutError
-from penstock.runtime.transport.process_groups import WARM_UP_TAG, OwnGroup, backend_for
+from penstock.runtime.transport.process_groups import WARM_UP_TAG, PrivateGroup, backend_for
 from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.status_board import RankStatus, StatusBoard
-from penstock.runtime.transport.store_connections import own_connection, own_prefix
-from penstock.runtime.transport.watchdog import Watch, who_waits_for_whom
+from penstock.runtime.transport.store_connections import clone_connection, new_prefix
+from penstock.runtime.transport.watchdog import Watchdog, trace_waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +39,8 @@ _BACKEND_GRACE: Final = {"gloo": 1.0}
 _UNKNOWN_GRACE: Final = 60.0  # e.g. NCCL counts from when a transfer is posted, not from when it is waited for
 _MAILBOX_GRACE: Final = 1.0
 #: How long a rank that is there may take to say so, and how often it looks whether it is asked.
-_SILENCE: Final = 0.4
-_GLANCE: Final = 0.1
+_ROLL_CALL_GRACE: Final = 0.4
+_POLL_INTERVAL: Final = 0.1
 #: How long the news of a failure may take, after its effect has been seen.
 _NEWS_GRACE: Final = 1.5
 
@@ -83,17 +83,17 @@ class DistributedTransport:
         self._lock = threading.Lock()
         self._connecting = self._closed = False
         with _waiting_for_all(self.rank):
-            store = PrefixStore(own_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
+            store = PrefixStore(new_prefix(parent.get_group_store(), self.rank), parent.get_group_store())
             self._mailbox = Mailbox(store, self.rank, self.ranks, timeout + _MAILBOX_GRACE)
-            self._board = StatusBoard(own_connection(store), self.rank, self.ranks)
-            self._meet(backend)
-        self._group = self._connected(parent, PrefixStore("group", store), backend)
+            self._board = StatusBoard(clone_connection(store), self.rank, self.ranks)
+            self._rendezvous(backend)
+        self._group = self._connect(parent, PrefixStore("group", store), backend)
         self._board.announce()
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
-        watch = Watch(self, self._board, timeout)
-        watch.start()
-        self._end = weakref.finalize(self, _end, watch, self._board, self._group, self.progress)
+        watchdog = Watchdog(self, self._board, timeout)
+        watchdog.start()
+        self._end = weakref.finalize(self, _end, watchdog, self._board, self._group, self.progress)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Bring up the given pairs of ranks in that order; name the pair that does not come up."""
@@ -122,17 +122,17 @@ class DistributedTransport:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """What every rank gave, in the order of ranks. All ranks call it."""
-        with self._reaching_the_store():
+        with self._store_errors():
             return self._mailbox.exchange(data, self._check)
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
-        with self._reaching_the_store():
+        with self._store_errors():
             self._mailbox.send_bytes(peer, data)
 
     def receive_bytes(self, peer: int) -> bytes:
         """What the peer told next."""
-        with self._reaching_the_store():
+        with self._store_errors():
             return self._mailbox.receive_bytes(peer, self._check)
 
     def fail(self, failure: Failure) -> Failure:
@@ -140,9 +140,9 @@ class DistributedTransport:
         if self._failure is not None:
             return self._failure
         try:
-            winning = self.learn(self._board.publish_failure(failure))
+            winning = self.record_failure(self._board.publish_failure(failure))
         except RuntimeError:  # the store is gone: the others notice that, and the end of the connections
-            winning = self.learn(failure, alone=True)
+            winning = self.record_failure(failure, alone=True)
         self._board.await_acknowledgements()
         return winning
 
@@ -156,9 +156,9 @@ class DistributedTransport:
             try:
                 found = self._board.failure()
             except RuntimeError as error:
-                return self.lose_store(error)
+                return self.store_lost(error)
             if found is not None:
-                self.learn(found)
+                self.record_failure(found)
         return self._failure
 
     def explain(self, error: BaseException) -> Failure | None:
@@ -178,7 +178,7 @@ class DistributedTransport:
         """End threads and connections of this transport's own; safe to call twice."""
         self._closed = True
         if self._failure is None:
-            self._send = self._receive = _refusing(partial(TransportError, "this transport is closed"))
+            self._send = self._receive = _raising(partial(TransportError, "this transport is closed"))
         self._end()
 
     # For the watch --------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class DistributedTransport:
         """The word of another rank that this one waits for, if it does."""
         return self._mailbox.awaited
 
-    def learn(self, failure: Failure, *, alone: bool = False) -> Failure:
+    def record_failure(self, failure: Failure, *, alone: bool = False) -> Failure:
         """Take note of a failure and end all waits; returns the one that was first.
 
         Args:
@@ -204,7 +204,7 @@ class DistributedTransport:
             if self._failure is not None:
                 return self._failure
             self._failure = failure
-        self._send = self._receive = _refusing(partial(dead_error, failure))
+        self._send = self._receive = _raising(partial(pipeline_failed_error, failure))
         self._group.end_waits()
         if not alone:
             with suppress(RuntimeError):
@@ -213,17 +213,19 @@ class DistributedTransport:
                 self._board.end_wait(None if awaited is None else awaited.key)
         return failure
 
-    def lose_store(self, error: RuntimeError) -> Failure:
+    def store_lost(self, error: RuntimeError) -> Failure:
         """Take note that the store is gone."""
         told = (
             f"rank {self.rank} has lost the store: the process that hosts it, as a rule rank 0, may have been killed, "
             "or has ended because it takes fewer steps than the others"
         )
-        return self.learn(Failure(self.rank, f"{told} ({_reason(error)})", label_of(self.progress)), alone=True)
+        return self.record_failure(
+            Failure(self.rank, f"{told} ({_reason(error)})", label_of(self.progress)), alone=True
+        )
 
     # Within ---------------------------------------------------------------------------------------------------------
 
-    def _meet(self, backend: str) -> None:
+    def _rendezvous(self, backend: str) -> None:
         """Wait until all ranks are here, with one backend, or it would wait for one without naming it.
 
         Who comes when another has given up waiting is told.
@@ -241,22 +243,22 @@ class DistributedTransport:
             told = ", ".join(f"rank {rank} by {name.decode()}" for rank, name in enumerate(backends))
             raise TransportError(f"tensors cannot go from rank to rank: {told}; let all be on one kind of device")
 
-    def _connected(self, parent: dist.ProcessGroup, store: PrefixStore, backend: str) -> OwnGroup:
+    def _connect(self, parent: dist.ProcessGroup, store: PrefixStore, backend: str) -> PrivateGroup:
         """Connections of this transport's own.
 
         gloo tries for five times as long as it is told, and says nothing of a rank that has died meanwhile. So a thread
         waits for it, which is left to itself when time is up. Others may mind on which thread they are made.
         """
         limit = self._timeout + _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
-        make = partial(OwnGroup, parent, store, timedelta(seconds=limit), backend)
+        make = partial(PrivateGroup, parent, store, timedelta(seconds=limit), backend)
         try:
-            return self._made_meanwhile(make, limit) if backend == "gloo" else make()
+            return self._connect_in_thread(make, limit) if backend == "gloo" else make()
         except PenstockError:
             raise
         except RuntimeError as error:
-            raise self._not_connected(error) from error
+            raise self._connect_error(error) from error
 
-    def _made_meanwhile(self, make: Callable[[], Posted], limit: float) -> Posted:
+    def _connect_in_thread(self, make: Callable[[], Posted], limit: float) -> Posted:
         """What another thread makes, while this one answers who is there and hears of failures."""
         made: list[Posted | BaseException] = []
 
@@ -269,24 +271,24 @@ class DistributedTransport:
         thread = threading.Thread(target=attempt, name=f"penstock connects rank {self.rank}", daemon=True)
         thread.start()
         deadline = time.monotonic() + limit
-        thread.join(_GLANCE)
+        thread.join(_POLL_INTERVAL)
         while thread.is_alive() and time.monotonic() < deadline:
             if self._board.is_roll_called():
                 self._board.announce()
                 if (failure := self._board.failure()) is not None:
                     raise step_error(failure)
-            thread.join(_GLANCE)
+            thread.join(_POLL_INTERVAL)
         if not made:
             raise RuntimeError(f"not within {limit:g} s")
         if isinstance(made[0], BaseException):
             raise made[0]
         return made[0]
 
-    def _not_connected(self, error: RuntimeError) -> TransportError:
+    def _connect_error(self, error: RuntimeError) -> TransportError:
         missing: list[int] = []
         with suppress(RuntimeError):
             self._board.announce()
-            missing = self._board.unresponsive(_SILENCE)
+            missing = self._board.unresponsive(_ROLL_CALL_GRACE)
         peer = missing[0] if len(missing) == 1 else None
         ranks = ", ".join(f"rank {rank}" for rank in missing)
         whom = f"{ranks}, which may have been killed" if missing else "its peers"
@@ -317,34 +319,34 @@ class DistributedTransport:
     def _check(self, ask: bool = False) -> None:
         failure = self.failure() if ask else self._failure
         if failure is not None:
-            raise dead_error(failure)
+            raise pipeline_failed_error(failure)
         if self._closed:
             raise TransportError("this transport is closed")
 
     @contextmanager
-    def _reaching_the_store(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         self._check()
         try:
             try:
                 yield
             except MessageTimeoutError as error:
-                raise self._traced(error) from None
+                raise self._with_wait_chain(error) from None
         except PenstockError:
             raise
         except RuntimeError as error:
-            raise step_error(self.lose_store(error)) from error
+            raise step_error(self.store_lost(error)) from error
 
-    def _traced(self, error: MessageTimeoutError) -> TransportError:
+    def _with_wait_chain(self, error: MessageTimeoutError) -> TransportError:
         """Whoever gave no word may itself wait for another: the one at the end of the line is named, too."""
         assert error.peer is not None
-        waits = who_waits_for_whom(self._board, self.rank, self.progress.call, error.peer)
+        waits = trace_waits(self._board, self.rank, self.progress.call, error.peer)
         return TransportError(f"{error} ({waits})", peer=error.peer)
 
     def _lost_connection(self, error: BaseException) -> Failure:
-        lost, awaited, label = self._group.lost(), peer_of(self.progress), label_of(self.progress)
+        lost, awaited, label = self._group.lost_peers(), peer_of(self.progress), label_of(self.progress)
         peer = awaited if awaited in lost or not lost else lost[0]
         if peer is not None and self._is_closed(peer):
-            told = who_waits_for_whom(self._board, self.rank, label or self.progress.call, peer)
+            told = trace_waits(self._board, self.rank, label or self.progress.call, peer)
             return Failure(peer, told, label)
         whose = "a connection" if peer is None else f"the connection to rank {peer}"
         where = "" if label is None else f" in {label}"
@@ -382,7 +384,7 @@ def _is_of_a_connection(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("/gloo/" in str(error) or "pair closure" in str(error))
 
 
-def _refusing(error: Callable[[], PenstockError]) -> Post:
+def _raising(error: Callable[[], PenstockError]) -> Post:
     """What stands in place of posting, so that nothing has to be asked before each post. It holds no transport."""
 
     def refuse(*_: object) -> NoReturn:
@@ -397,8 +399,8 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
 
 
-def _end(watch: Watch, board: StatusBoard, group: OwnGroup, progress: Progress) -> None:
-    watch.stop()
+def _end(watchdog: Watchdog, board: StatusBoard, group: PrivateGroup, progress: Progress) -> None:
+    watchdog.stop()
     with suppress(RuntimeError):  # if the store is gone, so is whoever would ask
         board.publish_status(RankStatus(None, None, 0.0, closed_after=progress.step))
     board.await_acknowledgements()

@@ -21,7 +21,7 @@ def step_error(failure: Failure, *, traceback: bool = True) -> StepError:
     return _error(failure, failure.message, traceback)
 
 
-def dead_error(failure: Failure) -> StepError:
+def pipeline_failed_error(failure: Failure) -> StepError:
     """What every later call raises."""
     told = f"the pipeline has failed and must be rebuilt; what happened: {failure.message}"
     return _error(failure, told, traceback=True)
@@ -54,10 +54,10 @@ def peer_of(progress: Progress) -> int | None:
     return peers[index] if progress.waiting is not False and 0 <= index < len(peers) else None
 
 
-def chain(links: Sequence[tuple[int, str]], end: str) -> str:
+def describe_wait_chain(links: Sequence[tuple[int, str]], end: str) -> str:
     """Who waits for whom, as a sentence.
 
-    >>> chain([(0, "0SEND_F1"), (1, "1RECV_F3")], "rank 0")
+    >>> describe_wait_chain([(0, "0SEND_F1"), (1, "1RECV_F3")], "rank 0")
     'rank 0 waits in 0SEND_F1 for rank 1, which waits in 1RECV_F3 for rank 0'
 
     Args:

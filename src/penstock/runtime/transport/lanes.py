@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Message = tuple[int, int, int]
 
 
-class Operation:
+class PostedTransfer:
     """A send or a receive that has been posted.
 
     Attributes:
@@ -47,33 +47,33 @@ class Operation:
 
 
 class Lanes:
-    """Queues of operations. The head of each may end, as the model says; what is behind it waits."""
+    """Queues of transfers. The head of each may end, as the model says; what is behind it waits."""
 
     def __init__(self, model: CommModel) -> None:
         self.model = model
-        self._queues: dict[object, deque[Operation]] = defaultdict(deque)
+        self._queues: dict[object, deque[PostedTransfer]] = defaultdict(deque)
         self._sent: dict[Message, deque[torch.Tensor]] = defaultdict(deque)
-        self._under_way: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self._in_flight: dict[tuple[int, int], list[Message]] = defaultdict(list)
 
-    def post(self, operation: Operation) -> list[Operation]:
-        """Put an operation into its lane; returns all that end by that."""
-        queue = self._queue(operation.rank, operation.peer, operation.tag, sends=operation.sends)
-        queue.append(operation)
-        ended: list[Operation] = []
-        queues = [queue] if queue[0] is operation else []
+    def post(self, transfer: PostedTransfer) -> list[PostedTransfer]:
+        """Put a transfer into its lane; returns all that end by that."""
+        queue = self._queue(transfer.rank, transfer.peer, transfer.tag, sends=transfer.sends)
+        queue.append(transfer)
+        ended: list[PostedTransfer] = []
+        queues = [queue] if queue[0] is transfer else []
         while queues:
             queue = queues.pop()
             if queue:
                 queues += self._move(queue, ended)
         return ended
 
-    def head(self, operation: Operation) -> Operation:
-        """What is first in the lane of an operation; itself, if it is."""
-        return self._queue(operation.rank, operation.peer, operation.tag, sends=operation.sends)[0]
+    def head(self, transfer: PostedTransfer) -> PostedTransfer:
+        """What is first in the lane of a transfer; itself, if it is."""
+        return self._queue(transfer.rank, transfer.peer, transfer.tag, sends=transfer.sends)[0]
 
-    def awaited(self, head: Operation) -> Operation | None:
-        """The operation of the other rank that the head of a lane waits for; None if that has not been posted."""
-        source, target, tag = self._under_way[head.rank, head.peer][0] if self.is_full(head) else head.message
+    def awaited(self, head: PostedTransfer) -> PostedTransfer | None:
+        """The transfer of the other rank that the head of a lane waits for; None if that has not been posted."""
+        source, target, tag = self._in_flight[head.rank, head.peer][0] if self.is_full(head) else head.message
         receives = head.sends
         rank, peer = (target, source) if receives else (source, target)
         for other in self._queue(rank, peer, tag, sends=not receives):
@@ -81,11 +81,11 @@ class Lanes:
                 return other
         return None
 
-    def is_full(self, head: Operation) -> bool:
+    def is_full(self, head: PostedTransfer) -> bool:
         """Whether the head of a lane is a send that waits for room."""
         return head.sends and bool(self.model.capacity) and not self._has_room(head)
 
-    def _queue(self, rank: int, peer: int, tag: int, *, sends: bool) -> deque[Operation]:
+    def _queue(self, rank: int, peer: int, tag: int, *, sends: bool) -> deque[PostedTransfer]:
         lanes = self.model.lanes
         if lanes == "rank":
             return self._queues[rank]
@@ -95,13 +95,13 @@ class Lanes:
             return self._queues[rank, peer, sends]
         return self._queues[rank, peer, sends, tag]
 
-    def _move(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+    def _move(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
         """End the head of a lane if it can; returns the lanes that may move by that."""
         if self.model.capacity == 0:
             return self._meet(queue, ended)
         return self._put(queue, ended) if queue[0].sends else self._take(queue, ended)
 
-    def _meet(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+    def _meet(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
         """Rendezvous: a send and its receive end together, when both are at the heads of their lanes."""
         head = queue[0]
         other_queue = self._queue(head.peer, head.rank, head.tag, sends=not head.sends)
@@ -113,53 +113,53 @@ class Lanes:
         ended += [_end(queue), _end(other_queue)]
         return [queue, other_queue]
 
-    def _put(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+    def _put(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
         """A send into a buffer ends when there is room for it."""
         send = queue[0]
         if not self._has_room(send):
             return []
         assert send.tensor is not None
         self._sent[send.message].append(send.tensor.detach().clone())
-        self._under_way[send.rank, send.peer].append(send.message)
+        self._in_flight[send.rank, send.peer].append(send.message)
         ended.append(_end(queue))
         return [queue, self._queue(send.peer, send.rank, send.tag, sends=False)]
 
-    def _take(self, queue: deque[Operation], ended: list[Operation]) -> list[deque[Operation]]:
+    def _take(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
         """A receive out of a buffer ends when its message is there."""
         receive = queue[0]
         if not self._sent.get(receive.message):
             return []
         _copy(self._sent[receive.message].popleft(), receive)
-        self._under_way[receive.peer, receive.rank].remove(receive.message)
+        self._in_flight[receive.peer, receive.rank].remove(receive.message)
         if not self._sent[receive.message]:
             del self._sent[receive.message]
         ended.append(_end(queue))
         # Room may be what a send of another tag waits for; where it is, no lane is per message.
         return [queue, self._queue(receive.peer, receive.rank, receive.tag, sends=True)]
 
-    def _has_room(self, send: Operation) -> bool:
+    def _has_room(self, send: PostedTransfer) -> bool:
         """Several tensors of one tag, one after the other, are one message."""
         capacity = self.model.capacity
         if capacity is None or self.model.lanes == "message":
             return True
-        under_way = self._under_way[send.rank, send.peer]
-        return send.message in under_way or len(set(under_way)) < capacity
+        in_flight = self._in_flight[send.rank, send.peer]
+        return send.message in in_flight or len(set(in_flight)) < capacity
 
 
-def _end(queue: deque[Operation]) -> Operation:
-    operation = queue.popleft()
-    operation.ended = True
-    operation.tensor = None
-    return operation
+def _end(queue: deque[PostedTransfer]) -> PostedTransfer:
+    transfer = queue.popleft()
+    transfer.ended = True
+    transfer.tensor = None
+    return transfer
 
 
-def _copy(sent: torch.Tensor, receive: Operation) -> MetadataError | None:
+def _copy(sent: torch.Tensor, receive: PostedTransfer) -> MetadataError | None:
     """Copy what was sent into the tensor of a receive, or give both of them the error."""
     target = receive.tensor
     assert target is not None
     if sent.shape != target.shape or sent.dtype != target.dtype:
         receive.error = MetadataError(
-            f"rank {receive.peer} sent {_described(sent)}, rank {receive.rank} receives {_described(target)}"
+            f"rank {receive.peer} sent {_describe(sent)}, rank {receive.rank} receives {_describe(target)}"
             f" in {receive.label} (tag {receive.tag})"
         )
         return receive.error
@@ -168,5 +168,5 @@ def _copy(sent: torch.Tensor, receive: Operation) -> MetadataError | None:
     return None
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -51,20 +51,20 @@ class Mailbox:
         self._rank = rank
         self._ranks = ranks
         self._timeout = timedelta(seconds=timeout)
-        self._told: Counter[int] = Counter()
-        self._heard: Counter[int] = Counter()
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
         self._round = 0
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Leave a word for a peer."""
-        self._set(f"word/{self._rank}/{peer}/{self._told[peer]}", data)
-        self._told[peer] += 1
+        self._set(f"message/{self._rank}/{peer}/{self._sent[peer]}", data)
+        self._sent[peer] += 1
 
     def receive_bytes(self, peer: int, check: Callable[[bool], None]) -> bytes:
         """The next word of a peer."""
-        key = f"word/{peer}/{self._rank}/{self._heard[peer]}"
+        key = f"message/{peer}/{self._rank}/{self._received[peer]}"
         data = self._get(key, peer, check)
-        self._heard[peer] += 1
+        self._received[peer] += 1
         self._store.delete_key(key)
         return data
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 WARM_UP_TAG: Final = 2**31 - 2
 _CLOSING_TAG: Final = 2**31 - 1
 #: What NCCL takes as it is, of what there usually is. Of other backends nothing is known: they get bytes.
-_TAKEN: Final = {
+_NATIVE_DTYPES: Final = {
     "nccl": frozenset(
         {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
     )
@@ -69,19 +69,19 @@ def backend_for(parent: dist.ProcessGroup, device: torch.device | None = None) -
     return backends[device.type], device
 
 
-def by_bytes(post: Post, taken: frozenset[torch.dtype] = frozenset()) -> Post:
-    """Post the bytes of a tensor, unless its element type is one of those taken: a backend may know few of them."""
+def as_bytes(post: Post, native: frozenset[torch.dtype] = frozenset()) -> Post:
+    """Post the bytes of a tensor, unless its element type is one of those native: a backend may know few of them."""
 
     def post_bytes(tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
-        if tensor.dtype not in taken:
+        if tensor.dtype not in native:
             tensor = tensor.detach().view(-1).view(torch.uint8)  # one without dimensions has no bytes to view
         return post([tensor], peer, tag)
 
     return post_bytes
 
 
-class OwnGroup:
+class PrivateGroup:
     """Connections between the ranks of a group, apart from all others.
 
     For gloo it is the bare backend: it costs less for each call than a process group, it is known to nobody else, and
@@ -117,10 +117,10 @@ class OwnGroup:
         send, receive = self._connections.send, self._connections.recv
         if self._is_gloo:  # which moves bytes, whatever they mean
             return send, receive
-        taken = _TAKEN.get(self._backend, frozenset())
-        return by_bytes(send, taken), by_bytes(receive, taken)
+        native = _NATIVE_DTYPES.get(self._backend, frozenset())
+        return as_bytes(send, native), as_bytes(receive, native)
 
-    def lost(self) -> list[int]:
+    def lost_peers(self) -> list[int]:
         """The ranks to which the connection is closed, as far as that can be known. Only to be asked when one is."""
         found: list[int] = []
         if self._connections is None or not self._is_gloo:

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 _PREFIX: Final = "penstock"
 
 
-def own_prefix(store: Store, rank: int) -> str:
+def new_prefix(store: Store, rank: int) -> str:
     """A prefix that all ranks of a group agree on, new for each transport that they make over it.
 
     Every rank counts its own transports in the store; they make them together.
@@ -18,7 +18,7 @@ def own_prefix(store: Store, rank: int) -> str:
     return f"{_PREFIX}/{store.add(f'{_PREFIX}/made by {rank}', 1)}"
 
 
-def own_connection(store: Store) -> Store:
+def clone_connection(store: Store) -> Store:
     """The same store through a connection of its own, where there are connections: a wait keeps others from using one.
 
     It takes a moment: seconds, where a name server does not answer.

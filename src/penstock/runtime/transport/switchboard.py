@@ -6,8 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.runtime.transport.failure_messages import chain, dead_error, step_error
-from penstock.runtime.transport.lanes import Lanes, Operation
+from penstock.runtime.transport.failure_messages import describe_wait_chain, pipeline_failed_error, step_error
+from penstock.runtime.transport.lanes import Lanes, PostedTransfer
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ class Wait(NamedTuple):
 
     Attributes:
         label: what it is at.
-        operation: the transfer that it waits for, if it is one.
+        transfer: the transfer that it waits for, if it is one.
         peer: whose word it waits for, if it hears one.
         round: the exchange that it waits for, if it is one.
     """
 
     label: str
-    operation: Operation | None = None
+    transfer: PostedTransfer | None = None
     peer: int | None = None
     round: int | None = None
 
@@ -42,29 +42,29 @@ class Switchboard:
         self._changed = [threading.Condition(self._lock) for _ in range(ranks)]
         self._waits: list[Wait | None] = [None] * ranks
         self._ended = [False] * ranks
-        self._words: dict[tuple[int, int], deque[bytes]] = {}
+        self._messages: dict[tuple[int, int], deque[bytes]] = {}
         self._rounds: dict[int, dict[int, bytes]] = {}
         self._round_of = [0] * ranks
 
-    def post(self, operation: Operation) -> None:
+    def post(self, transfer: PostedTransfer) -> None:
         """Put a transfer into its lane. Does not wait."""
         with self._lock:
-            self._check_alive(operation.rank)
-            for ended in self._lanes.post(operation):
+            self._check_alive(transfer.rank)
+            for ended in self._lanes.post(transfer):
                 waiting = self._waits[ended.rank]
-                if waiting is not None and waiting.operation is ended:
+                if waiting is not None and waiting.transfer is ended:
                     self._wake(ended.rank)
 
-    def wait_for(self, operation: Operation, label: str | None) -> None:
+    def wait_for(self, transfer: PostedTransfer, label: str | None) -> None:
         """Return when a transfer has ended as it should."""
-        if not operation.ended:
+        if not transfer.ended:
             with self._lock:
-                if not operation.ended:
-                    self._wait(operation.rank, Wait(label or operation.label, operation=operation))
-                if not operation.ended:
+                if not transfer.ended:
+                    self._wait(transfer.rank, Wait(label or transfer.label, transfer=transfer))
+                if not transfer.ended:
                     raise self._step_error()
-        if operation.error is not None:
-            raise operation.error
+        if transfer.error is not None:
+            raise transfer.error
 
     def exchange(self, rank: int, data: bytes, label: str) -> list[bytes]:
         """What every rank gave in this round."""
@@ -89,7 +89,7 @@ class Switchboard:
         """Leave a word for a peer."""
         with self._lock:
             self._check_alive(rank)
-            self._words.setdefault((rank, peer), deque()).append(data)
+            self._messages.setdefault((rank, peer), deque()).append(data)
             wait = self._waits[peer]
             if wait is not None and wait.peer == rank:
                 self._wake(peer)
@@ -98,12 +98,12 @@ class Switchboard:
         """The next word that a peer has left."""
         with self._lock:
             self._check_alive(rank)
-            words = self._words.setdefault((peer, rank), deque())
-            if not words:
+            messages = self._messages.setdefault((peer, rank), deque())
+            if not messages:
                 self._wait(rank, Wait(label, peer=peer))
-            if not words:
+            if not messages:
                 raise self._step_error()
-            return words.popleft()
+            return messages.popleft()
 
     def fail(self, failure: Failure) -> Failure:
         """End all waits; the first failure wins."""
@@ -120,9 +120,9 @@ class Switchboard:
 
     def _check_alive(self, rank: int) -> None:
         if self.failure is not None:
-            raise dead_error(self.failure)
+            raise pipeline_failed_error(self.failure)
         if self._ended[rank]:
-            raise dead_error(Failure(rank, f"the transport of rank {rank} has been closed"))
+            raise pipeline_failed_error(Failure(rank, f"the transport of rank {rank} has been closed"))
 
     def _step_error(self) -> Exception:
         assert self.failure is not None
@@ -162,7 +162,7 @@ class Switchboard:
         """Follow who waits for whom, up to a circle or to a rank that has ended."""
         links: list[tuple[int, str]] = []
         seen: dict[tuple[int, int], int] = {}
-        wanted: Operation | None = None
+        wanted: PostedTransfer | None = None
         while not self._ended[rank]:
             place, stuck, following, wanted = self._link(rank, wanted)
             if (rank, stuck) in seen:
@@ -178,11 +178,11 @@ class Switchboard:
     def _told(self, links: list[tuple[int, str]], end: str) -> Failure:
         rank = links[0][0]
         wait = self._waits[rank]
-        message = f"deadlock: {chain(links, end)} (under {self.model})"
+        message = f"deadlock: {describe_wait_chain(links, end)} (under {self.model})"
         return Failure(rank, message, action=wait.label if wait is not None else None)
 
-    def _link(self, rank: int, wanted: Operation | None) -> tuple[str, int, int, Operation | None]:
-        """Where a rank is stuck, in words and as a number, for which rank, and what that has posted for it if anything.
+    def _link(self, rank: int, wanted: PostedTransfer | None) -> tuple[str, int, int, PostedTransfer | None]:
+        """Describe where a rank is stuck, for which rank, and what that one has posted for it, if anything.
 
         Args:
             rank: the rank.
@@ -190,12 +190,12 @@ class Switchboard:
         """
         wait = self._waits[rank]
         assert wait is not None
-        operation = wanted or wait.operation
-        if operation is None:
+        transfer = wanted or wait.transfer
+        if transfer is None:
             return wait.label, 0, self._first_missing(wait), None
-        head = self._lanes.head(operation)
-        label = operation.label if wanted is not None else wait.label
-        place = f"{head.label}, ahead of {label}," if head is not operation else label
+        head = self._lanes.head(transfer)
+        label = transfer.label if wanted is not None else wait.label
+        place = f"{head.label}, ahead of {label}," if head is not transfer else label
         if self._lanes.is_full(head):
             place += " (its lane is full)"
         return place, id(head), head.peer, self._lanes.awaited(head)

@@ -11,7 +11,7 @@ from penstock.errors import StepError, TransportError
 from penstock.execution.transport import Progress
 from penstock.graph.comm_model import CommModel
 from penstock.runtime.transport.failure_messages import label_of
-from penstock.runtime.transport.lanes import Operation
+from penstock.runtime.transport.lanes import PostedTransfer
 from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.switchboard import Switchboard
 
@@ -91,9 +91,9 @@ class ThreadTransport:
 
     def _post(self, tensor: torch.Tensor, peer: int, tag: int, *, sends: bool) -> _Posted:
         self._check_peer(peer)
-        operation = Operation(self.rank, peer, tag, tensor, label_of(self.progress), sends=sends)
-        self._switchboard.post(operation)
-        return _Posted(operation, self)
+        transfer = PostedTransfer(self.rank, peer, tag, tensor, label_of(self.progress), sends=sends)
+        self._switchboard.post(transfer)
+        return _Posted(transfer, self)
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.ranks:
@@ -103,16 +103,16 @@ class ThreadTransport:
 class _Posted:
     """A transfer that has been posted."""
 
-    __slots__ = ("_operation", "_transport")
+    __slots__ = ("_transfer", "_transport")
 
-    def __init__(self, operation: Operation, transport: ThreadTransport) -> None:
-        self._operation = operation
+    def __init__(self, transfer: PostedTransfer, transport: ThreadTransport) -> None:
+        self._transfer = transfer
         self._transport = transport
 
     def wait(self) -> None:
         """Return when it is done; raise if it never will be."""
         transport = self._transport
-        transport._switchboard.wait_for(self._operation, label_of(transport.progress))
+        transport._switchboard.wait_for(self._transfer, label_of(transport.progress))
 
 
 def thread_transports(ranks: int, model: CommModel | None = None) -> list[ThreadTransport]:

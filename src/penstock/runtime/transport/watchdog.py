@@ -8,7 +8,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from penstock.runtime.transport.failure_messages import chain, label_of, peer_of
+from penstock.runtime.transport.failure_messages import describe_wait_chain, label_of, peer_of
 from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.status_board import RankStatus
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 #: How often the watch looks, in seconds. One small request to the store each time, while a step is under way.
 _INTERVAL: Final = 0.25
 #: How often it tells where its rank is.
-_TELL_EVERY: Final = 4
+_PUBLISH_EVERY: Final = 4
 #: What is proved to run goes round only if ranks do different things, or without a proof.
 _SAME_CALLS: Final = "each rank must make the same calls, step, eval, check_parity and so on, in the same order"
 #: Whoever has been in an operation that may have to wait for so many seconds does wait.
-_SURELY: Final = 1.0
+_SURELY_WAITING: Final = 1.0
 
 
-class Watch(threading.Thread):
+class Watchdog(threading.Thread):
     """Looks after a transport while it is at work, and holds no reference to it in between."""
 
     def __init__(self, transport: DistributedTransport, board: StatusBoard, timeout: float) -> None:
@@ -38,15 +38,15 @@ class Watch(threading.Thread):
         self._stopped = threading.Event()
         self._seen = (-1, -1)
         self._since = 0.0
-        self._looks = 0
-        self._told_label = True  # so that it is told once that this rank is there
+        self._polls = 0
+        self._published = True  # so that it is told once that this rank is there
         self._awaited: Awaited | None = None
 
     def run(self) -> None:
         """Look again and again, until stopped or until there is a failure."""
         while not self._stopped.wait(_INTERVAL):
             transport = self._transport()
-            if transport is None or not self._look(transport):
+            if transport is None or not self._poll(transport):
                 return
             del transport
 
@@ -56,75 +56,75 @@ class Watch(threading.Thread):
         if self is not threading.current_thread():
             self.join(5.0)
 
-    def _look(self, transport: DistributedTransport) -> bool:
+    def _poll(self, transport: DistributedTransport) -> bool:
         """Returns whether to go on."""
         progress = transport.progress
         seen = progress.step, progress.index
         if seen != self._seen:
-            self._seen, self._since, self._looks = seen, time.monotonic(), 0
+            self._seen, self._since, self._polls = seen, time.monotonic(), 0
         if progress.index < 0 and not transport.is_waiting:
             # Nothing to look after. The store may go away now: it does when the rank that hosts it is done.
             self._clear_status()
             return True
         try:
-            return self._is_well(transport)
+            return self._check(transport)
         except RuntimeError as error:
             if not self._stopped.is_set():
-                transport.lose_store(error)
+                transport.store_lost(error)
             return False
 
     def _clear_status(self) -> None:
         """The last place that was told is not where the rank is now."""
-        if self._told_label:
-            self._told_label = False
+        if self._published:
+            self._published = False
             with contextlib.suppress(RuntimeError):
                 self._board.publish_status(RankStatus(None, None, 0.0))
 
-    def _is_well(self, transport: DistributedTransport) -> bool:
+    def _check(self, transport: DistributedTransport) -> bool:
         failure = self._board.failure()
         if failure is not None:
-            transport.learn(failure)
+            transport.record_failure(failure)
             return False
         label, peer = label_of(transport.progress), peer_of(transport.progress)
         if label is None:
-            return self._agreement_is_well(transport, transport.awaited)
+            return self._check_message_wait(transport, transport.awaited)
         seconds = time.monotonic() - self._since
-        if self._looks % _TELL_EVERY == 0:
+        if self._polls % _PUBLISH_EVERY == 0:
             self._board.publish_status(RankStatus(label, peer, seconds))
-            self._told_label = True
-        self._looks += 1
+            self._published = True
+        self._polls += 1
         if peer is None or seconds < self._timeout:
             return True
-        told = who_waits_for_whom(self._board, transport.rank, label, peer)
+        told = trace_waits(self._board, transport.rank, label, peer)
         transport.fail(Failure(transport.rank, f"{told} (no progress for {seconds:.0f} s)", label))
         return False
 
-    def _agreement_is_well(self, transport: DistributedTransport, awaited: Awaited | None) -> bool:
+    def _check_message_wait(self, transport: DistributedTransport, awaited: Awaited | None) -> bool:
         """Tell whose word this rank waits for, in which call; the wait itself ends when it has taken too long.
 
         It ends at once if that rank is done, and will never give it.
         """
         call = transport.progress.call
-        if awaited != self._awaited or self._looks % _TELL_EVERY == 0:
-            self._awaited, self._told_label = awaited, awaited is not None
+        if awaited != self._awaited or self._polls % _PUBLISH_EVERY == 0:
+            self._awaited, self._published = awaited, awaited is not None
             if awaited is None:
                 self._board.publish_status(RankStatus(None, None, 0.0))
             else:
                 self._board.publish_status(RankStatus(call, awaited.peer, time.monotonic() - awaited.since))
                 status = self._board.status(awaited.peer)
-                if status is not None and status.is_closed and self._has_no_word(transport, awaited):
-                    told = who_waits_for_whom(self._board, transport.rank, call, awaited.peer)
+                if status is not None and status.is_closed and self._message_is_missing(transport, awaited):
+                    told = trace_waits(self._board, transport.rank, call, awaited.peer)
                     transport.fail(Failure(awaited.peer, told))
                     return False
-        self._looks += 1
+        self._polls += 1
         return True
 
-    def _has_no_word(self, transport: DistributedTransport, awaited: Awaited) -> bool:
+    def _message_is_missing(self, transport: DistributedTransport, awaited: Awaited) -> bool:
         """Whether a word has not been given. Once it has been read it is gone, but is not awaited any more then."""
         return not self._board.has_message(awaited.key) and transport.awaited == awaited
 
 
-def who_waits_for_whom(board: StatusBoard, rank: int, label: str, peer: int) -> str:
+def trace_waits(board: StatusBoard, rank: int, label: str, peer: int) -> str:
     """Follow the ranks from one that waits, up to one that does not, or round."""
     links = [(rank, label)]
     while peer not in [waiting for waiting, _ in links]:
@@ -134,15 +134,15 @@ def who_waits_for_whom(board: StatusBoard, rank: int, label: str, peer: int) -> 
             or status.label is None
             or status.peer is None
             or status.silent_for
-            or status.seconds < _SURELY
+            or status.seconds < _SURELY_WAITING
         ):
-            return chain(links, f"rank {peer}, {_told(status)}")
+            return describe_wait_chain(links, f"rank {peer}, {_describe(status)}")
         links.append((peer, status.label))
         peer = status.peer
-    return f"{chain(links, f'rank {peer}')}: {_SAME_CALLS}"
+    return f"{describe_wait_chain(links, f'rank {peer}')}: {_SAME_CALLS}"
 
 
-def _told(status: RankStatus | None) -> str:
+def _describe(status: RankStatus | None) -> str:
     if status is None:
         return "which has not begun a step"
     if status.is_closed:
