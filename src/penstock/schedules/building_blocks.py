@@ -104,8 +104,8 @@ class _Rank:
         for places in self.places:
             places.append(_NEVER)
         self.next = [places[0] for places in self.places]
-        #: The live activations after each place of the order, if the rest is run as it stands.
-        self.live = np.cumsum([_LIVE[note] for note in order])
+        #: The live activations before each place of the order, if the rest is run as it stands.
+        self.live = np.cumsum([0] + [_LIVE[note] for note in order])
         nothing = array("q", [0]) * microbatches
         self.inputs = {
             _F0: (done_forward[first - 1] if first else nothing, nothing),
@@ -123,13 +123,13 @@ class _Rank:
     def choose(self, tick: int) -> int | None:
         """The note to run at this tick: the earliest in the order that can run.
 
-        Weight gradients keep to their place and fill what would be idle; at the end, when all forwards are done, they
-        only fill: others wait for the input gradients.
+        Weight gradients keep to their place and fill what would be idle. Once no microbatch is left to enter, they only
+        fill: other ranks wait for the rest.
         """
         done, place_of = self.done, self.next
         head = min(place_of)
         weight = self._ready_weight()
-        draining = done[_F0] == done[_F1] == self.microbatches
+        draining = done[_F0] == self.microbatches
         if weight is not None and not draining and place_of[weight] == head:
             return weight
         best, best_place = None, _NEVER
@@ -137,7 +137,7 @@ class _Rank:
             place = place_of[note]
             if place >= best_place or first[done[note]] > tick or second[done[note]] > tick:
                 continue
-            if note in (_F0, _F1) and place > head and self.live[head:place].max() >= self.limit:
+            if _LIVE[note] and place > head and self.live[head : place + 1].max() >= self.limit:
                 continue
             best, best_place = note, place
         return weight if best is None else best
@@ -155,7 +155,7 @@ class _Rank:
         """Do it now; it ends at the given tick."""
         number, head = self.done[note], min(self.next)
         if _LIVE[note]:  # from now until its place in the order comes, it has been done already
-            self.live[head : self.next[note]] += _LIVE[note]
+            self.live[head + 1 : self.next[note] + 1] += _LIVE[note]
         if note in self.outputs:
             self.outputs[note][number] = end
         self.done[note] += 1
