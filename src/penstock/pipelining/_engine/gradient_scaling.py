@@ -1,4 +1,4 @@
-"""Gradients are divided once: not those of earlier steps again, nor twice where stages share a weight."""
+"""Gradients of a step are scaled once: not those of earlier steps again, nor twice where stages share a weight."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from penstock.pipelining._stage.compute import is_as_written, of_one_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @contextmanager
-def divided_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
+def scaled_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
     """Around a step after which these stages, in this order, divide the gradients of their modules by a factor.
 
-    What earlier steps have left is divided already, which is made up for. A weight of several stages is divided by the
-    last of them: before, not all of its gradients are there.
+    What earlier steps have left is divided already: it is set aside while the step runs, and added back after. A weight
+    of several stages is divided by the last of them: before, not all of its gradients are there.
     """
     stages = [stage for stage in stages if factor != 1 and _divides(stage)]
     known: dict[int, torch.nn.Parameter] = {}
@@ -27,7 +27,7 @@ def divided_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
         stage._divided_later = mine.keys() & known.keys()
         stage._is_divided = False
         known |= mine
-    _multiply([parameter.grad for parameter in known.values() if parameter.grad is not None], factor)
+    earlier = _set_aside(known.values())
     try:
         yield
     finally:
@@ -35,16 +35,42 @@ def divided_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
             if not stage._is_divided:  # the step has failed before
                 stage.scale_grads(factor)
             stage._divided_later = ()
+        _add_back(earlier)
 
 
-def _multiply(gradients: Sequence[torch.Tensor], factor: int) -> None:
-    enabled = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)  # as no_grad does, which takes as long as a small product
-    try:
-        for alike in of_one_kind(gradients):
-            torch._foreach_mul_(alike, factor)
-    finally:
-        torch._C._set_grad_enabled(enabled)
+def _set_aside(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Copy gradients, and leave zeros in their place.
+
+    ``.grad`` stays the tensor that it is: it may be part of a bucket, or of memory that the program knows.
+    """
+    earlier: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    places: list[torch.Tensor] = []
+    with torch.no_grad():
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_conj():  # a view, which many operations do not change in place
+                gradient = parameter.grad = gradient.resolve_conj()
+            places.append(gradient)
+            earlier.append((parameter, gradient.clone()))
+        for alike in of_one_kind(places):
+            torch._foreach_zero_(alike)
+    return earlier
+
+
+def _add_back(earlier: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+    sums: dict[type, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter, gradient in earlier:
+        if parameter.grad is None:  # a hook of the program has taken it
+            parameter.grad = gradient
+        else:
+            totals, addends = sums.setdefault(type(gradient), ([], []))
+            totals.append(parameter.grad)
+            addends.append(gradient)
+    with torch.no_grad():
+        for totals, addends in sums.values():
+            torch._foreach_add_(totals, addends)
 
 
 def _divides(stage: Any) -> bool:

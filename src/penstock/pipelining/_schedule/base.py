@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
-from penstock.pipelining._engine.gradient_scaling import divided_once
+from penstock.pipelining._engine.gradient_scaling import scaled_once
 from penstock.pipelining._engine.preparation import Preparation
 from penstock.pipelining._engine.program import Step
 from penstock.pipelining._engine.programs import Kept
@@ -400,7 +400,7 @@ class _PipelineSchedule(ABC):
         """Run a program."""
         factor = self._n_microbatches if self.scale_grads else 1
         try:
-            with divided_once(program.scaled, factor):
+            with scaled_once(program.scaled, factor):
                 program.run(step, replaceable().record_function, self._tell_failure)
         except BaseException:
             self._forget_losses()
