@@ -9,6 +9,7 @@ import numpy as np
 from penstock.graph.action_table import Leaves
 from penstock.graph.events import REASONS, event_graph, parts
 from penstock.graph.longest_path import UNREACHED, longest_path
+from penstock.graph.wait_chain import MAX_LINKS, WaitingRank, describe_wait_chain
 from penstock.ir import packed
 from penstock.ir.dependencies import OPERATIONS
 from penstock.verification.findings import Finding, Problem, action_at, position
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
 
     Ints = NDArray[np.signedinteger[Any]]
-
-#: A longer way round tells nobody more.
-MOST_LINKS: Final = 12
 
 
 class Wait(NamedTuple):
@@ -149,17 +147,18 @@ _BY_REASON: Final = {
 def _told(leaves: Leaves, cycle: list[Wait], model: CommModel, *, alone: bool) -> Finding:
     """In words: per rank where it is stuck, and what it would do for the rank before if it were not."""
     stays = _stays(leaves, cycle)
-    links = []
-    for number, (stuck, wanted, reason) in enumerate(stays[:MOST_LINKS]):
-        rank, action = int(leaves.rank[stuck]), action_at(leaves, stuck)
-        behind = "" if wanted == stuck else f", ahead of {action_at(leaves, wanted)},"
-        room = " (its lane is full)" if reason == "room" else ""
-        who = f"rank {rank} waits" if number == 0 else f"rank {rank}, which waits"
-        links.append(f"{who} in {action}{behind}{room} for ")
-    skipped = f"{len(stays) - MOST_LINKS} more ranks, and at last " if len(stays) > MOST_LINKS else ""
-    message = "".join(links) + skipped + f"rank {leaves.rank[stays[0][0]]}"
+    links = [
+        WaitingRank(
+            int(leaves.rank[stuck]),
+            str(action_at(leaves, stuck)),
+            None if wanted == stuck else str(action_at(leaves, wanted)),
+            reason == "room",
+        )
+        for stuck, wanted, reason in stays
+    ]
+    message = describe_wait_chain(links, f"rank {links[0].rank}")
     rank, step = position(leaves, stays[0][0])
-    marks = tuple(dict.fromkeys(position(leaves, place) for stay in stays[:MOST_LINKS] for place in stay[:2]))
+    marks = tuple(dict.fromkeys(position(leaves, place) for stay in stays[:MAX_LINKS] for place in stay[:2]))
     return Finding(
         "deadlock",
         rank,
@@ -181,7 +180,7 @@ def _advice(leaves: Leaves, model: CommModel, *, alone: bool) -> str:
     graph = event_graph(compute, model)
     starts = _starts(graph)
     if (starts == UNREACHED).any():
-        stays = _stays(compute, _Stuck(graph, starts).cycle())[:MOST_LINKS]
+        stays = _stays(compute, _Stuck(graph, starts).cycle())[:MAX_LINKS]
         stuck = ", ".join(f"{action_at(compute, place)} on rank {compute.rank[place]}" for place, _, _ in stays)
         return f"reorder the compute actions ({stuck}): no order of transfers can help"
     return "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"

@@ -113,4 +113,4 @@ def test_a_chain_is_not_told_for_ever(store):
     for rank in range(100):
         StatusBoard(store, rank, 101).publish_status(RankStatus(f"{rank}F0", rank + 1, 30))
     told = trace_waits(StatusBoard(store, 0, 101), 0, "0F0", 1)
-    assert "88 more ranks, and at last rank 100, which has not begun a step" in told
+    assert "88 more ranks, and finally for rank 100, which has not begun a step" in told

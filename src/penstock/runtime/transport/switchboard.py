@@ -6,7 +6,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.runtime.transport.failure_messages import describe_wait_chain, pipeline_failed_error, step_error
+from penstock.graph.wait_chain import WaitingRank, describe_wait_chain
+from penstock.runtime.transport.failure_messages import pipeline_failed_error, step_error
 from penstock.runtime.transport.lanes import Lanes, PostedTransfer
 from penstock.runtime.transport.protocol import Failure
 
@@ -159,46 +160,51 @@ class Switchboard:
             self._fail(self._deadlock(standing[0]))
 
     def _deadlock(self, rank: int) -> Failure:
-        """Follow who waits for whom, up to a circle or to a rank that has ended."""
-        links: list[tuple[int, str]] = []
+        """Follow the waits from a rank to a cycle, or to a rank that has ended, and describe them."""
+        links: list[WaitingRank] = []
         seen: dict[tuple[int, int], int] = {}
         wanted: PostedTransfer | None = None
         while not self._ended[rank]:
-            place, stuck, following, wanted = self._link(rank, wanted)
+            link, stuck, following, wanted = self._link(rank, wanted)
             if (rank, stuck) in seen:
                 links = links[seen[rank, stuck] :]
-                first = min(range(len(links)), key=lambda number: links[number][0])
+                first = min(range(len(links)), key=lambda number: links[number].rank)
                 links = links[first:] + links[:first]
-                return self._told(links, f"rank {links[0][0]}")
+                return self._describe(links, f"rank {links[0].rank}")
             seen[rank, stuck] = len(links)
-            links.append((rank, place))
+            links.append(link)
             rank = following
-        return self._told(links, f"rank {rank}, which has ended")
+        return self._describe(links, f"rank {rank}, which has ended")
 
-    def _told(self, links: list[tuple[int, str]], end: str) -> Failure:
-        rank = links[0][0]
+    def _describe(self, links: list[WaitingRank], end: str) -> Failure:
+        rank = links[0].rank
         wait = self._waits[rank]
         message = f"deadlock: {describe_wait_chain(links, end)} (under {self.model})"
         return Failure(rank, message, action=wait.label if wait is not None else None)
 
-    def _link(self, rank: int, wanted: PostedTransfer | None) -> tuple[str, int, int, PostedTransfer | None]:
-        """Describe where a rank is stuck, for which rank, and what that one has posted for it, if anything.
+    def _link(self, rank: int, wanted: PostedTransfer | None) -> tuple[WaitingRank, int, int, PostedTransfer | None]:
+        """Find where a rank is stuck (its link of the chain, and an id of the transfer), and what comes after it.
 
         Args:
             rank: the rank.
-            wanted: what it has posted that another one waits for; None if it has yet to get there.
+            wanted: what it has posted that the previous rank waits for; None if it has yet to post that.
+
+        Returns:
+            The link, the id, the rank that it waits for, and what that one has posted for it, if anything.
         """
         wait = self._waits[rank]
         assert wait is not None
         transfer = wanted or wait.transfer
         if transfer is None:
-            return wait.label, 0, self._first_missing(wait), None
+            return WaitingRank(rank, wait.label), 0, self._first_missing(wait), None
         head = self._lanes.head(transfer)
         label = transfer.label if wanted is not None else wait.label
-        place = f"{head.label}, ahead of {label}," if head is not transfer else label
-        if self._lanes.is_full(head):
-            place += " (its lane is full)"
-        return place, id(head), head.peer, self._lanes.awaited(head)
+        is_full = self._lanes.is_full(head)
+        if head is transfer:
+            link = WaitingRank(rank, label, is_lane_full=is_full)
+        else:
+            link = WaitingRank(rank, head.label, blocked=label, is_lane_full=is_full)
+        return link, id(head), head.peer, self._lanes.awaited(head)
 
     def _first_missing(self, wait: Wait) -> int:
         if wait.peer is not None:

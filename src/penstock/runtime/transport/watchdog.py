@@ -8,7 +8,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Final
 
-from penstock.runtime.transport.failure_messages import describe_wait_chain, label_of, peer_of
+from penstock.graph.wait_chain import WaitingRank, describe_wait_chain
+from penstock.runtime.transport.failure_messages import label_of, peer_of
 from penstock.runtime.transport.protocol import Failure
 from penstock.runtime.transport.status_board import RankStatus
 
@@ -126,8 +127,8 @@ class Watchdog(threading.Thread):
 
 def trace_waits(board: StatusBoard, rank: int, label: str, peer: int) -> str:
     """Follow the ranks from one that waits, up to one that does not, or round."""
-    links = [(rank, label)]
-    while peer not in [waiting for waiting, _ in links]:
+    links = [WaitingRank(rank, label)]
+    while peer not in [link.rank for link in links]:
         status = board.status(peer)
         if (
             status is None
@@ -137,7 +138,7 @@ def trace_waits(board: StatusBoard, rank: int, label: str, peer: int) -> str:
             or status.seconds < _SURELY_WAITING
         ):
             return describe_wait_chain(links, f"rank {peer}, {_describe(status)}")
-        links.append((peer, status.label))
+        links.append(WaitingRank(peer, status.label))
         peer = status.peer
     return f"{describe_wait_chain(links, f'rank {peer}')}: {_SAME_CALLS}"
 
