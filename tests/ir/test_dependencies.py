@@ -4,7 +4,7 @@ import pytest
 
 import interpreter
 from penstock import Action
-from penstock.ir.dependencies import NEEDS, OPERATIONS, TRANSFERS, needs
+from penstock.ir.dependencies import NEEDS, TRANSFER_TYPES, TRANSFERS, needs
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_transfers_carry_what_is_needed_from_a_neighbour():
             (need,) = [need for needing, need in from_neighbours if needing is kind]
             assert need.stage_offset == -transfer.stage_offset
             assert need.any_of == transfer.made_by
-    assert len(OPERATIONS) == 4
+    assert len(TRANSFER_TYPES) == 4

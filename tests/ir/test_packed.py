@@ -15,17 +15,17 @@ def test_unpacking_gives_the_row_back(row):
 
 
 @given(rows)
-def test_arrays_of_fields_are_those_of_the_leaves(row):
+def test_arrays_of_fields_are_those_of_the_parts(row):
     codes = packed.pack_cells(row)
-    leaves = [leaf for cell in row for leaf in ((None,) if cell is None else cell.leaves)]
+    parts = [part for cell in row for part in ((None,) if cell is None else cell.parts)]
     numbers = packed.TYPE_NUMBER
-    assert packed.types(codes).tolist() == [numbers[leaf.computation_type] if leaf else 0 for leaf in leaves]
-    assert packed.stages(codes).tolist() == [leaf.stage_index if leaf else 0 for leaf in leaves]
+    assert packed.types(codes).tolist() == [numbers[part.computation_type] if part else 0 for part in parts]
+    assert packed.stages(codes).tolist() == [part.stage_index if part else 0 for part in parts]
     assert packed.microbatches(codes).tolist() == [
-        -1 if leaf is None or leaf.microbatch_index is None else leaf.microbatch_index for leaf in leaves
+        -1 if part is None or part.microbatch_index is None else part.microbatch_index for part in parts
     ]
     assert packed.is_compute_or_idle(codes).tolist() == [
-        leaf is None or leaf.computation_type in COMPUTE for leaf in leaves
+        part is None or part.computation_type in COMPUTE for part in parts
     ]
     assert len(packed.cell_starts(codes)) == len(row)
 
@@ -37,11 +37,11 @@ def test_keeping_some_actions_keeps_overlaps_of_what_is_left(row, data):
     expected = []
     place = 0
     for cell in row:
-        leaves = (None,) if cell is None else cell.leaves
-        kept = [leaf for offset, leaf in enumerate(leaves) if wanted[place + offset]]
-        place += len(leaves)
+        parts = (None,) if cell is None else cell.parts
+        kept = [part for offset, part in enumerate(parts) if wanted[place + offset]]
+        place += len(parts)
         if len(kept) > 1:
             expected.append(type(kept[0]).overlap(*kept))
         else:
             expected += kept
-    assert packed.unpack_cells(packed.keep(codes, wanted)) == tuple(expected)
+    assert packed.unpack_cells(packed.select(codes, wanted)) == tuple(expected)

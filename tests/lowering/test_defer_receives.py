@@ -33,7 +33,7 @@ class SlowRank:
     def use(self, cell, step):
         """The cell that uses a receive, and which of its sub-actions does."""
         for later in range(step + 1, len(self.row)):
-            for part, (stage, kind, microbatch, _) in enumerate(self.row[later].leaves):
+            for part, (stage, kind, microbatch, _) in enumerate(self.row[later].parts):
                 if str(kind) in USED_BY.get(cell.computation_type, ()) and (stage, microbatch) == cell[:3:2]:
                     return later, part
         return None

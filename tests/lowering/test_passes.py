@@ -85,7 +85,7 @@ def pending_at_uses(row):
             posted.add(cell)
             continue
         used = set()
-        for stage, kind, microbatch, _ in cell.leaves:
+        for stage, kind, microbatch, _ in cell.parts:
             arrives = {"F": "RECV_F", "B": "RECV_B", "I": "RECV_B"}.get(str(kind))
             used |= {action for action in posted if str(action) == f"{stage}{arrives}{microbatch}"}
         posted -= used

@@ -131,7 +131,7 @@ def test_at_equal_costs_zb_v_is_as_good_as_it_is(ranks, microbatches):
 def test_only_what_splits_every_backward_can_be_fitted():
     for recipe in RECIPES:
         schedule = ps.build(recipe.name, ranks=4, microbatches=8)
-        kinds = {leaf.computation_type.value for row in schedule.actions for cell in row for leaf in cell.leaves}
+        kinds = {part.computation_type.value for row in schedule.actions for cell in row for part in cell.parts}
         joined = any(cell.sub_actions for row in schedule.actions for cell in row)
         assert recipe.fits_costs is (kinds == {"F", "I", "W"} and not joined), recipe.name
 

@@ -9,7 +9,7 @@ import penstock as ps
 from mutants import mutated, text_rows
 from penstock.graph.action_table import Leaves
 from penstock.ir.actions import RECV_B, RECV_F, REDUCE_GRAD, RESHARD, UNSHARD
-from penstock.ir.dependencies import OPERATIONS
+from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.lowering import pipeline
 from penstock.lowering.defer_receives import defer_receives
 from penstock.lowering.reduce_gradients import reduce_gradients
@@ -22,7 +22,7 @@ from penstock.verification.deadlock import deadlocked
 PASSES = (
     (unshard_reshard, {UNSHARD, RESHARD}),
     (reduce_gradients, {REDUCE_GRAD}),
-    (send_receive, set(OPERATIONS)),
+    (send_receive, set(TRANSFER_TYPES)),
     (defer_receives, {RECV_F, RECV_B}),
 )
 WITHOUT_LANES = ps.CommModel("rendezvous", "message")

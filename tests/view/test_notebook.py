@@ -61,7 +61,7 @@ def test_any_schedule_has_a_picture(schedule):
     assert ElementTree.fromstring(schedule_html(schedule)).tag == "div"
     drawn = [found for name in LOOKS if name != "idle" for found in rectangles(schedule_html(schedule), name)]
 
-    assert len(drawn) == sum(len(cell.leaves) for row in schedule.actions for cell in row if cell)
+    assert len(drawn) == sum(len(cell.parts) for row in schedule.actions for cell in row if cell)
 
 
 @pytest.mark.parametrize("sizes", [(4, 200), (64, 512), (300, 80)], ids=str)

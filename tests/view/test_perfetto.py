@@ -205,7 +205,7 @@ def test_nothing_is_inside_of_something_that_takes_time(ask):
 
 
 def test_arrows_go_from_what_makes_it_through_the_transfer_to_what_needs_it(ask, timeline):
-    runs = {(span.step, *leaf[:3]): span for span in spans_of(timeline) for leaf in span.action.leaves}
+    runs = {(span.step, *part[:3]): span for span in spans_of(timeline) for part in span.action.parts}
     expected = Counter()
     for transfer in timeline.transfers:
         stage, kind, microbatch, _ = transfer.action

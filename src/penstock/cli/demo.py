@@ -88,7 +88,7 @@ def _check_trainable(name: str, schedule: Schedule) -> None:
 
 
 def _types(schedule: Schedule) -> set[ComputationType]:
-    return {leaf.computation_type for row in schedule.actions for cell in row if cell for leaf in cell.leaves}
+    return {part.computation_type for row in schedule.actions for cell in row if cell for part in cell.parts}
 
 
 def _assumed(schedule: Schedule) -> str:

@@ -76,7 +76,7 @@ def _why_as_written(schedule: Schedule) -> str:
 
 def legend(schedule: Schedule) -> Text:
     """What the letters in the picture mean, for those that are in it."""
-    present = {leaf.computation_type for row in schedule.actions for cell in row if cell for leaf in cell.leaves}
+    present = {part.computation_type for row in schedule.actions for cell in row if cell for part in cell.parts}
     text = Text("# ")
     for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
         if kind in present:

@@ -12,7 +12,7 @@ from penstock.errors import ScheduleError
 from penstock.graph.array_blocks import SIZE, blocks, check_length, number_type, together
 from penstock.graph.heap import keep_freed_memory
 from penstock.ir import packed
-from penstock.ir.dependencies import NEEDS, OPERATIONS
+from penstock.ir.dependencies import NEEDS, TRANSFER_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -98,7 +98,7 @@ class Leaves:
             return None
         other = Leaves(schedule)
         other.home = self.home
-        stayed, now = (leaves._where(~packed.are_among(kinds)) for leaves in (self, other))
+        stayed, now = (leaves._where(~packed.kind_mask(kinds)) for leaves in (self, other))
         if len(stayed) != len(now) or not all(
             np.array_equal(self.codes[stayed[block]], other.codes[now[block]]) for block in blocks(len(now))
         ):
@@ -235,7 +235,7 @@ class Leaves:
     def are(self, *kinds: ComputationType) -> Places:
         """Where the actions of these types are, in order."""
         if kinds not in self._found:
-            self._found[kinds] = self._where(packed.are_among(kinds)) if self.has_any(kinds) else _NO_PLACES
+            self._found[kinds] = self._where(packed.kind_mask(kinds)) if self.has_any(kinds) else _NO_PLACES
         return self._found[kinds]
 
     def _where(self, wanted: NDArray[np.bool_]) -> Places:
@@ -280,7 +280,7 @@ class Leaves:
     @cached_property
     def has_transfers(self) -> bool:
         """Whether there is any send or receive."""
-        return self.has_any(OPERATIONS)
+        return self.has_any(TRANSFER_TYPES)
 
     def find(self, kind: ComputationType, stages: Places, microbatches: Places) -> Places:
         """Where the action of this type is for each stage and microbatch that exist: the first one, or ``NOWHERE``."""

@@ -25,7 +25,7 @@ from penstock.graph import array_blocks as blocks
 from penstock.graph.action_table import NOWHERE, Leaves
 from penstock.graph.sorting import order_by
 from penstock.ir import packed
-from penstock.ir.dependencies import OPERATIONS, TRANSFERS
+from penstock.ir.dependencies import TRANSFER_TYPES, TRANSFERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,7 +152,7 @@ class Part:
     @property
     def sends(self) -> NDArray[np.bool_]:
         """Which operations are sends."""
-        return packed.are_among(_SENDS).take(self.leaves.kind[self.operation])
+        return packed.kind_mask(_SENDS).take(self.leaves.kind[self.operation])
 
     def edges(self, model: CommModel) -> Iterator[Edges]:
         """All edges to what happens on these ranks."""
@@ -204,7 +204,7 @@ def _communication(part: Part, model: CommModel) -> Iterator[Edges]:
 def _program(part: Part) -> list[Edges]:
     """A rank's own actions in a row, and its transfers each behind the action before it."""
     leaves, operation = part.leaves, part.operation
-    are_blocking = ~packed.are_among(OPERATIONS).take(leaves.kind[part.begin : part.end])
+    are_blocking = ~packed.kind_mask(TRANSFER_TYPES).take(leaves.kind[part.begin : part.end])
     blocking = are_blocking.nonzero()[0] + part.begin
     cell, rank = leaves.cell[blocking], leaves.rank[blocking]
     in_a_row = ((cell[1:] != cell[:-1]) & (rank[1:] == rank[:-1])).nonzero()[0]

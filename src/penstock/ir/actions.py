@@ -158,9 +158,14 @@ class Action(_Fields):
         return self.computation_type in COMPUTE or self.computation_type is OVERLAP_F_B
 
     @property
-    def leaves(self) -> tuple[Action, ...]:
+    def parts(self) -> tuple[Action, ...]:
         """The actions that run: the sub-actions of an overlap, else the action itself."""
         return (self,) if self.sub_actions is None else self.sub_actions
+
+    @property
+    def leaves(self) -> tuple[Action, ...]:
+        """The same, under its former name."""
+        return self.parts
 
     def __str__(self) -> str:
         if self.sub_actions is not None:

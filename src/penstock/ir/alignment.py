@@ -64,9 +64,9 @@ class _Walk:
                 start = max(start, min(ends))
             columns.append(start)
             self.free[rank] = start + 1
-            for leaf in cell.leaves:
-                self.ended.setdefault(leaf, start + 1)
-                woken += self.sleepers.pop(leaf, ())
+            for part in cell.parts:
+                self.ended.setdefault(part, start + 1)
+                woken += self.sleepers.pop(part, ())
         return woken
 
     def _stuck(self, rank: int, row: Row) -> str:

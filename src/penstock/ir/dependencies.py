@@ -76,7 +76,7 @@ TRANSFERS: Final = (
 )
 
 #: The types of action that send or receive.
-OPERATIONS: Final = tuple(kind for transfer in TRANSFERS for kind in (transfer.send, transfer.receive))
+TRANSFER_TYPES: Final = tuple(kind for transfer in TRANSFERS for kind in (transfer.send, transfer.receive))
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
@@ -95,10 +95,10 @@ def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
     return [
         # Not checked again: the fields are those of an action, and this runs for every one of a schedule.
         tuple(
-            tuple.__new__(Action, (leaf.stage_index + need.stage_offset, kind, leaf.microbatch_index, None))
+            tuple.__new__(Action, (part.stage_index + need.stage_offset, kind, part.microbatch_index, None))
             for kind in need.any_of
         )
-        for leaf in action.leaves
-        for need in NEEDS.get(leaf.computation_type, ())
-        if 0 <= leaf.stage_index + need.stage_offset < stages
+        for part in action.parts
+        for need in NEEDS.get(part.computation_type, ())
+        if 0 <= part.stage_index + need.stage_offset < stages
     ]

@@ -48,7 +48,7 @@ _BLOCK: Final = 1 << 15
 
 
 @cache
-def are_among(kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -> NDArray[np.bool_]:
+def kind_mask(kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -> NDArray[np.bool_]:
     """For every number of a type, and for that of an idle step, whether it is one of these types."""
     among = np.zeros(_TYPE_MASK + 1, bool)
     among[[TYPE_NUMBER[kind] for kind in kinds]] = True
@@ -56,7 +56,7 @@ def are_among(kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -
     return among
 
 
-_IS_OTHER: Final = are_among(tuple(kind for kind in ComputationType if kind not in COMPUTE))
+_IS_OTHER: Final = kind_mask(tuple(kind for kind in ComputationType if kind not in COMPUTE))
 
 
 def pack(stage: int | NDArray[np.int64], kind: ComputationType, microbatch: int | NDArray[np.int64] | None) -> Codes:
@@ -66,22 +66,22 @@ def pack(stage: int | NDArray[np.int64], kind: ComputationType, microbatch: int 
     return np.asarray(stage_bits | (above << _MICROBATCH_SHIFT) | TYPE_NUMBER[kind], np.int64)
 
 
-def later(codes: Codes, microbatches: NDArray[np.int64]) -> Codes:
+def shift_microbatches(codes: Codes, microbatches: NDArray[np.int64]) -> Codes:
     """The same actions so many microbatches later."""
     return np.asarray(codes + (microbatches << _MICROBATCH_SHIFT))
 
 
-def retyped(codes: Codes, old: ComputationType, new: ComputationType) -> Codes:
+def change_kind(codes: Codes, old: ComputationType, new: ComputationType) -> Codes:
     """The same actions, all of one type, as another type."""
     return np.asarray(codes + (TYPE_NUMBER[new] - TYPE_NUMBER[old]))
 
 
-def alone(codes: Codes, kinds: NDArray[np.int64]) -> Codes:
+def with_kinds(codes: Codes, kinds: NDArray[np.int64]) -> Codes:
     """Actions of the same stages and microbatches, but of these types (as numbers), and joined to none."""
     return np.asarray(codes & ~(JOINED | _TYPE_MASK) | kinds)
 
 
-def further(codes: Codes, stages: NDArray[np.int64]) -> Codes:
+def shift_stages(codes: Codes, stages: NDArray[np.int64]) -> Codes:
     """The same actions so many stages further on."""
     return np.asarray(codes + (stages << _STAGE_SHIFT))
 
@@ -94,7 +94,7 @@ def pack_cells(cells: Iterable[Action | None]) -> Codes:
             codes.append(IDLE)
             continue
         first = len(codes)
-        for stage, kind, microbatch, _ in cell.leaves:
+        for stage, kind, microbatch, _ in cell.parts:
             above = 0 if microbatch is None else microbatch + 1
             codes.append(stage << _STAGE_SHIFT | above << _MICROBATCH_SHIFT | JOINED | TYPE_NUMBER[kind])
         codes[first] ^= JOINED
@@ -103,19 +103,19 @@ def pack_cells(cells: Iterable[Action | None]) -> Codes:
 
 def unpack_cells(codes: Codes) -> tuple[Action | None, ...]:
     """The row of actions and idle steps that these codes stand for."""
-    leaves = _unpack_leaves(codes)
+    parts = _unpack_parts(codes)
     if not is_joined(codes).any():
-        return tuple(leaves)
-    bounds = [*cell_starts(codes).tolist(), len(leaves)]
+        return tuple(parts)
+    bounds = [*cell_starts(codes).tolist(), len(parts)]
     return tuple(
-        leaves[start]
+        parts[start]
         if end - start == 1
-        else tuple.__new__(Action, (NO_STAGE, OVERLAP_F_B, None, tuple(leaves[start:end])))
+        else tuple.__new__(Action, (NO_STAGE, OVERLAP_F_B, None, tuple(parts[start:end])))
         for start, end in pairwise(bounds)
     )
 
 
-def _unpack_leaves(codes: Codes) -> list[Action | None]:
+def _unpack_parts(codes: Codes) -> list[Action | None]:
     kinds = [_TYPES[number] for number in types(codes).tolist()]
     of_microbatch = microbatches(codes)
     numbers = of_microbatch.tolist()
@@ -123,10 +123,10 @@ def _unpack_leaves(codes: Codes) -> list[Action | None]:
         numbers[place] = None
     fields = zip(stages(codes).tolist(), kinds, numbers, repeat(None), strict=False)
     # Action.__new__ checks its fields; these were checked when they were packed.
-    leaves: list[Action | None] = list(map(tuple.__new__, repeat(Action), fields))
+    parts: list[Action | None] = list(map(tuple.__new__, repeat(Action), fields))
     for place in np.flatnonzero(codes == IDLE).tolist():
-        leaves[place] = None
-    return leaves
+        parts[place] = None
+    return parts
 
 
 def stages(codes: Codes) -> NDArray[np.int64]:
@@ -170,7 +170,7 @@ def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
         return True
     begin = offsets[:-1][offsets[:-1] < len(codes)]
     before = codes[(codes & JOINED).nonzero()[0] - 1]
-    return bool(not (codes[begin] & JOINED).any() and are_among(COMPUTE)[types(before)].all())
+    return bool(not (codes[begin] & JOINED).any() and kind_mask(COMPUTE)[types(before)].all())
 
 
 def _are_actions(codes: Codes) -> bool:
@@ -183,7 +183,7 @@ def cell_starts(codes: Codes) -> NDArray[np.int64]:
     return np.flatnonzero(~is_joined(codes))
 
 
-def keep(codes: Codes, wanted: NDArray[np.bool_]) -> Codes:
+def select(codes: Codes, wanted: NDArray[np.bool_]) -> Codes:
     """Only the wanted actions; what was overlapped with one that is gone stands alone."""
     cells = np.cumsum(~is_joined(codes))[wanted]
     kept = codes[wanted] & ~JOINED

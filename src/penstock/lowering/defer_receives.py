@@ -11,7 +11,7 @@ from penstock.graph.array_blocks import blocks, together, whole_rows
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
 from penstock.ir.actions import LARGEST_INDEX
-from penstock.ir.dependencies import OPERATIONS, TRANSFERS
+from penstock.ir.dependencies import TRANSFER_TYPES, TRANSFERS
 from penstock.ir.numbers import whole_number
 from penstock.lowering.rows import taken_apart
 
@@ -129,7 +129,7 @@ class _Rows(NamedTuple):
 
     def postpone(self, place: Places, turns: Places) -> None:
         """Let the turn of each transfer be behind that of the action before which its receive was moved away."""
-        blocking = ~packed.are_among(OPERATIONS).take(self.leaves.kind[self.within])
+        blocking = ~packed.kind_mask(TRANSFER_TYPES).take(self.leaves.kind[self.within])
         last = np.maximum.accumulate(np.where(blocking, np.arange(len(blocking)), NOWHERE))
         ahead = np.append(NOWHERE, last)[place]
         known = ((ahead != NOWHERE) & (self.rank[ahead] == self.rank[self.receive])).nonzero()[0]
@@ -161,7 +161,7 @@ class _Rows(NamedTuple):
         pair = (rank[higher] - rank[:1]).astype(np.int64) * leaves.schedule.ranks + peer[higher]
         order = stable_order(pair)
         higher, pair = higher[order], pair[order]
-        sends = packed.are_among(_SENDS).take(kind[higher])
+        sends = packed.kind_mask(_SENDS).take(kind[higher])
         number = np.where(sends, np.arange(len(sends)), len(sends))
         following = np.minimum.accumulate(number[::-1])[::-1]
         same = np.append(pair, NOWHERE)[following] == pair

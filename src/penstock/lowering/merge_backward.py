@@ -28,10 +28,10 @@ def merge_backward(schedule: Schedule | Leaves) -> Schedule:
     codes, rank = leaves.codes, leaves.rank
     inputs = leaves.are(BACKWARD_INPUT)
     inputs = inputs[inputs < len(codes) - 1]
-    follows = packed.retyped(codes[inputs], BACKWARD_INPUT, BACKWARD_WEIGHT) == codes[inputs + 1]
+    follows = packed.change_kind(codes[inputs], BACKWARD_INPUT, BACKWARD_WEIGHT) == codes[inputs + 1]
     alone = ~packed.is_joined(codes[inputs]) & ~packed.is_joined(codes[np.minimum(inputs + 2, len(codes) - 1)])
     inputs = inputs[follows & alone & (rank[inputs] == rank[inputs + 1])]
     merged, kept = codes.copy(), np.ones(len(codes), bool)
-    merged[inputs] = packed.retyped(codes[inputs], BACKWARD_INPUT, FULL_BACKWARD)
+    merged[inputs] = packed.change_kind(codes[inputs], BACKWARD_INPUT, FULL_BACKWARD)
     kept[inputs + 1] = False
     return leaves.schedule.with_codes(merged[kept], leaves.offsets - (inputs + 1).searchsorted(leaves.offsets))

@@ -14,7 +14,7 @@ from penstock.ir.actions import (
     RESHARD,
     UNSHARD,
 )
-from penstock.ir.dependencies import OPERATIONS
+from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.schedule import Schedule
 from penstock.lowering.defer_receives import in_time
 from penstock.lowering.merge_backward import merge_backward as merged
@@ -119,7 +119,7 @@ def _lowerings(
         yield _Lowering(_unwitnessed(unsharded), frozenset({UNSHARD, RESHARD}))
     if reduce:
         yield _Lowering(_unwitnessed(reduce_gradients), frozenset({REDUCE_GRAD}))
-    yield _Lowering(lambda leaves, _: in_turns(leaves), frozenset(OPERATIONS))
+    yield _Lowering(lambda leaves, _: in_turns(leaves), frozenset(TRANSFER_TYPES))
     if defer_receives:
         yield _Lowering(partial(in_time, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
 

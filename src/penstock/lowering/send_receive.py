@@ -88,7 +88,7 @@ class _Transfers(NamedTuple):
 def _transfers(leaves: Leaves) -> _Transfers:
     makers, receivers = [], []
     for block in blocks(len(leaves)):
-        made = packed.are_among(_MAKERS).take(leaves.kind[block]).nonzero()[0] + block.start
+        made = packed.kind_mask(_MAKERS).take(leaves.kind[block]).nonzero()[0] + block.start
         if not leaves.all_in_range:
             made = made[leaves.in_range[made]]
         receiver = leaves.home[leaves.stages_at(made) + _STAGE_OFFSET[leaves.kind[made]]]
@@ -130,13 +130,13 @@ def _rows(leaves: Leaves, rounds: Places, transfers: _Transfers, ranks: slice) -
 
 def _sends(made: Codes) -> Codes:
     """The sends of what these actions make."""
-    return packed.alone(made, _SEND[packed.types(made)])
+    return packed.with_kinds(made, _SEND[packed.types(made)])
 
 
 def _receives(made: Codes) -> Codes:
     """The receives of it, on the stages that it goes to."""
     kind = packed.types(made)
-    return packed.further(packed.alone(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
+    return packed.shift_stages(packed.with_kinds(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
 
 
 def _rounds(leaves: Leaves) -> Places:

@@ -16,4 +16,4 @@ def only_real(codes: Codes, microbatches: int) -> Codes:
     No action waits for one of another microbatch, so what is left of an order that runs still runs.
     """
     wanted = packed.microbatches(codes) < microbatches
-    return codes if wanted.all() else packed.keep(codes, wanted)
+    return codes if wanted.all() else packed.select(codes, wanted)

@@ -29,5 +29,5 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     rows = []
     for stages in placement.rows:
         forwards = one_round.stream(stages, FORWARD)
-        rows.append(np.concatenate([forwards, packed.retyped(forwards[::-1], FORWARD, FULL_BACKWARD)]))
+        rows.append(np.concatenate([forwards, packed.change_kind(forwards[::-1], FORWARD, FULL_BACKWARD)]))
     return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata={"name": "LoopedBFS"})

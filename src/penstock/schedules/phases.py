@@ -88,13 +88,15 @@ def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[C
     facts = np.fromiter(chain.from_iterable(chain.from_iterable(runs)), np.int64).reshape(-1, len(_Run._fields))
     first, second, times, place, stride, number, joined = facts.T
     rank = np.repeat(np.arange(len(rows)), [len(row) for row in runs])
-    codes = packed.later(packed.further(first, np.where(second, 2 * len(rows) - 1 - rank, rank)), number)
+    codes = packed.shift_microbatches(
+        packed.shift_stages(first, np.where(second, 2 * len(rows) - 1 - rank, rank)), number
+    )
 
     times = np.minimum(times, microbatches - number)
     ends = times.cumsum()
     which = np.repeat(np.arange(len(times)), times)
     repetition = np.arange(len(which)) - (ends - times)[which]
-    codes = packed.later(codes[which], repetition)
+    codes = packed.shift_microbatches(codes[which], repetition)
     place = place[which] + stride[which] * repetition
     lengths = np.bincount(rank, times, len(rows)).astype(np.int64).cumsum().tolist()
     return [

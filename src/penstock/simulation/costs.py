@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from penstock.errors import CostsError, FormatError, ReadError, WriteError
-from penstock.ir.formats.files import read_text, replace
+from penstock.ir.formats.files import read_text, refuse_duplicate_keys, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,14 +175,8 @@ class Costs:
 
     def write(self, path: str | Path) -> None:
         """Write a ``.toml`` or ``.json`` file that ``read`` reads. All of it or nothing."""
-        path = Path(path)
-        text = _by_suffix(path, {".toml": _as_toml, ".json": _as_json}, WriteError)(self.to_dict())
-        try:
-            replace(path, text)
-        except WriteError as fact:
-            raise WriteError(f"{path} {fact}") from None
-        except OSError as error:
-            raise WriteError(f"{path} cannot be written: {error.strerror}") from None
+        render = _by_suffix(Path(path), {".toml": _as_toml, ".json": _as_json}, WriteError)
+        write_atomically(path, render(self.to_dict()))
 
 
 def _by_suffix(
@@ -194,15 +188,7 @@ def _by_suffix(
 
 
 def _from_json(text: str) -> object:
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CostsError(f"{twice} is there twice", field=twice)
-        return table
-
-    return json.loads(text, object_pairs_hook=once)
+    return json.loads(text, object_pairs_hook=refuse_duplicate_keys)
 
 
 def _as_toml(table: dict[str, float | list[float]]) -> str:

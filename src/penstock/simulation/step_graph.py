@@ -25,7 +25,7 @@ from penstock.ir.actions import (
     SEND_F,
     UNSHARD,
 )
-from penstock.ir.dependencies import OPERATIONS
+from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.schedule import Schedule
 from penstock.lowering.rows import without_idle
 from penstock.lowering.send_receive import send_receive
@@ -47,7 +47,7 @@ FREE: Final = CommModel(buffering=EAGER, lanes="message")
 PROGRAM, POST, LANE, USE, MESSAGE, ROOM, DATA, STEP = range(len(REASONS) + 1)
 
 _IS_OPERATION: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
-_IS_OPERATION[[packed.TYPE_NUMBER[kind] for kind in OPERATIONS]] = True
+_IS_OPERATION[[packed.TYPE_NUMBER[kind] for kind in TRANSFER_TYPES]] = True
 _IS_COMPUTE: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
 _IS_COMPUTE[[packed.TYPE_NUMBER[kind] for kind in COMPUTE]] = True
 
@@ -308,7 +308,7 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
     for rank in range(schedule.ranks):
         codes = schedule.codes_of(rank)
         later = (packed.microbatches(codes) >= 0) * schedule.microbatches
-        rows.append(np.concatenate([packed.later(codes, later * step) for step in range(steps)]))
+        rows.append(np.concatenate([packed.shift_microbatches(codes, later * step) for step in range(steps)]))
     return Schedule.from_codes(rows, placement=schedule.placement, microbatches=schedule.microbatches * steps)
 
 

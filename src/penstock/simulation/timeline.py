@@ -241,7 +241,7 @@ class Timeline:
             microbatch = flow.leaves.microbatch[flow.graph.awaited[edges]]
             forward = flow.leaves.stage[flow.graph.waiting[edges]] > stage
             codes = np.where(forward, *(packed.pack(stage, kind, microbatch) for kind in (SEND_F, SEND_B)))
-        codes = packed.later(codes, -step.astype(np.int64) * flow.schedule.microbatches)
+        codes = packed.shift_microbatches(codes, -step.astype(np.int64) * flow.schedule.microbatches)
         facts = zip(
             source.tolist(), target.tolist(), packed.unpack_cells(codes), start.tolist(), end.tolist(), step.tolist(),
             strict=True,

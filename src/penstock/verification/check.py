@@ -9,7 +9,7 @@ from penstock.graph.action_table import Leaves, too_sparse
 from penstock.graph.comm_model import MODELS, CommModel
 from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, FORWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
-from penstock.ir.dependencies import OPERATIONS
+from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.placement import first_gap
 from penstock.ir.schedule import Schedule
 from penstock.verification.completeness import misplaced, missing, repeated
@@ -108,10 +108,10 @@ def verify_change(
         problems.append(wrongly_sharded(leaves))
     if REDUCE_GRAD in touched:
         problems.append(wrongly_reduced(leaves))
-    if not touched.isdisjoint(OPERATIONS):
+    if not touched.isdisjoint(TRANSFER_TYPES):
         problems += [repeated(leaves), untransferred(leaves)]
     wrong = found(problems)
-    if not touched.isdisjoint(OPERATIONS):
+    if not touched.isdisjoint(TRANSFER_TYPES):
         wrong += deadlocked(leaves, model, turns, alone=not wrong)
     _refuse(after, told(wrong))
     return leaves

@@ -11,7 +11,7 @@ from penstock.graph.events import REASONS, event_graph, parts
 from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.graph.wait_chain import MAX_LINKS, WaitingRank, describe_wait_chain
 from penstock.ir import packed
-from penstock.ir.dependencies import OPERATIONS
+from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.verification.findings import Finding, Problem, action_at, position
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def is_free(leaves: Leaves, model: CommModel) -> bool:
 
 def without_transfers(schedule: Schedule) -> Schedule:
     """The schedule without its sends and receives: if it waits in a circle, no order of transfers can help."""
-    kept = ~np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in OPERATIONS])
+    kept = ~np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in TRANSFER_TYPES])
     return schedule.with_codes(schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets])
 
 
@@ -98,7 +98,7 @@ class _Stuck:
         self.reason = graph.reason[edges]
         self.node = graph.node[graph.leaves.cell]
         operations = np.zeros(len(graph.leaves), bool)
-        operations[graph.leaves.are(*OPERATIONS)] = True
+        operations[graph.leaves.are(*TRANSFER_TYPES)] = True
         standing = np.flatnonzero(~operations & (starts[self.node] == UNREACHED))
         ranks, first = np.unique(self.leaves.rank[standing], return_index=True)
         self.head_of_rank = dict(zip(ranks.tolist(), standing[first].tolist(), strict=True))

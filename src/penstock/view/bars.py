@@ -99,7 +99,7 @@ def blocks_of(timeline: Timeline) -> Blocks:
     leaves = np.repeat(flow.first_leaf[cells] - first, parts) + np.arange(int(parts.sum()))
     codes = flow.leaves.codes[leaves]
     later = np.repeat(flow.step[cells], parts) * (packed.microbatches(codes) >= 0)
-    codes = packed.later(codes, -later.astype(np.int64) * flow.schedule.microbatches)
+    codes = packed.shift_microbatches(codes, -later.astype(np.int64) * flow.schedule.microbatches)
     start, end = timeline.start[cells], timeline.end[cells]
     return Blocks(flow.ranks, timeline.makespan, flow.rank[cells], start, end, codes, first)
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from penstock.errors import WriteError
 from penstock.ir import packed
+from penstock.ir.formats.files import atomic_file
 from penstock.simulation.timeline import WRITERS
 from penstock.view.bars import NAMES, blocks_of
-from penstock.view.files import replacing
 from penstock.view.palette import IDLE, LOOKS, look_name
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def write_chart(timeline: Timeline, path: Path) -> None:
     with rc_context(_SETTINGS):
         # Without the date the same timeline gives the same file.
         figure(timeline, blocks).savefig(image, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else {})
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         file.write(image.getvalue())
 
 

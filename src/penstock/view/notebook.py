@@ -109,13 +109,13 @@ def _single(blocks: Blocks, scale: float) -> Iterator[str]:
     actions = iter(blocks.actions)
     for rank, start, end in zip(blocks.rank.tolist(), blocks.start.tolist(), blocks.end.tolist(), strict=True):
         action = next(actions)
-        height = (_ROW - 2) / len(action.leaves)
+        height = (_ROW - 2) / len(action.parts)
         left, across = _LEFT + start * scale, (end - start) * scale
         yield f"<g><title>{escape(str(action))}, {start:.6g} to {end:.6g}</title>"
-        for place, leaf in enumerate(action.leaves):
-            name, top = look_name(leaf.computation_type), rank * _ROW + 1 + place * height
+        for place, part in enumerate(action.parts):
+            name, top = look_name(part.computation_type), rank * _ROW + 1 + place * height
             yield _rectangle(left, max(across - 0.5, 0.25), top, height, name)
-            number = "" if leaf.microbatch_index is None else str(leaf.microbatch_index)
+            number = "" if part.microbatch_index is None else str(part.microbatch_index)
             if number and len(number) * _DIGIT <= across:
                 size = 11 if height > 12 else 9
                 yield (

@@ -11,17 +11,17 @@ import math
 from base64 import b64encode
 from hashlib import sha256
 from importlib.resources import files as resources
-from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import WriteError
+from penstock.ir.formats.files import atomic_file
 from penstock.simulation.timeline import WRITERS, Timeline
-from penstock.view.files import replacing
 from penstock.view.page_data import facts_of_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 #: The scripts in the order in which they build on each other.
 _SCRIPTS: Final = (
@@ -65,7 +65,7 @@ def write_page(
     """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     page = page_of(shown, titles=titles, memory_limit=memory_limit)
-    with replacing(Path(path)) as file:
+    with atomic_file(path) as file:
         file.write(page.encode())
 
 

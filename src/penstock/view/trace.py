@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from penstock.errors import WriteError
 from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
+from penstock.ir.formats.files import atomic_file
 from penstock.simulation.timeline import WRITERS
-from penstock.view.files import replacing
 from penstock.view.trace_threads import COMPUTE, IDLE, INSTANTS, LANE, Thread, parallel
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def write_trace(timeline: Timeline, path: Path, *, unit: float = MILLISECOND) ->
     """
     trace = Trace(timeline, unit)
     facts = {"schedule": timeline.schedule.summary, "seconds per unit of time": unit, "costs": timeline.costs.to_dict()}
-    with replacing(path) as file:
+    with atomic_file(path) as file:
         file.write(b'{"displayTimeUnit": "ns", "otherData": ' + _json(facts) + b', "traceEvents": [\n')
         for number, event in enumerate(trace.events()):
             file.write((b",\n" if number else b"") + _json(event))
@@ -168,7 +168,7 @@ class Trace:
 
     def _arrows(self) -> Iterator[Event]:
         """Through what takes time: readers take nothing else for what an end of an arrow belongs to."""
-        runs = self._runs_by_leaf()
+        runs = self._runs_by_part()
         transfers = zip(self._timeline.transfers, self._sends, self._receives, strict=True)
         for number, (transfer, send, receive) in enumerate(transfers, start=1):
             through = _ends(runs, transfer, send, receive)
@@ -180,9 +180,9 @@ class Trace:
                 binding = {"bp": "e"} if phase == "f" else {}
                 yield {"ph": phase, "id": number, "name": "transfer", "cat": "transfer", **at, **binding}
 
-    def _runs_by_leaf(self) -> _Runs:
+    def _runs_by_part(self) -> _Runs:
         """When and where every action runs; an action of an overlap with the overlap."""
-        return {(span.step, *leaf[:3]): bar for span, bar in self._runs for leaf in span.action.leaves}
+        return {(span.step, *part[:3]): bar for span, bar in self._runs for part in span.action.parts}
 
     def _memory(self) -> Iterator[Event]:
         for rank, curve in enumerate(self._timeline.memory):

@@ -119,7 +119,7 @@ GOOD = {"rank": 0, "stages": [0], "actions": ["0F0"]}
         ("[" * 900 + "]" * 900, None, None, "it must be an object"),
         (document(stages=True), None, None, '"stages" is true, but the ranks hold 2'),
         ('{"a": NaN}', None, None, "NaN is not a value"),
-        ('{"rank": 0, "rank": 0}', None, None, '"rank" stands twice in one object'),
+        ('{"rank": 0, "rank": 0}', None, None, 'duplicate key "rank"'),
         ("{}", None, None, 'there is no "format": "penstock.schedule"'),
         (document(format="other"), None, None, "not a schedule"),
         (document(version=2), None, None, "is of version 2, and this penstock reads up to version 1: use a newer"),

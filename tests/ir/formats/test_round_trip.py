@@ -130,7 +130,7 @@ def test_a_link_is_followed_and_a_device_left_alone(tmp_path):
     assert (tmp_path / "link.csv").is_symlink()
     assert ps.read(tmp_path / "real.csv") == schedule
     os.mkfifo(tmp_path / "pipe.csv")
-    with pytest.raises(ps.WriteError, match="is not a file that can be replaced"):
+    with pytest.raises(ps.WriteError, match="is not a regular file"):
         schedule.write(tmp_path / "pipe.csv")
 
 

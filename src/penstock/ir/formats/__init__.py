@@ -65,17 +65,17 @@ def write(schedule: Schedule, path: str | Path, *, overwrite: bool = True) -> No
     Raises:
         WriteError: the suffix is unknown, the format cannot hold the schedule, or the system refuses.
     """
-    try:
-        form = FORMATS.get(Path(path).suffix.lower())
+    with files.write_errors(path):
+        try:
+            form = FORMATS.get(Path(path).suffix.lower())
+        except TypeError as error:  # not a path at all
+            raise WriteError(f"cannot be written: {error}") from None
         if form is None:
             raise WriteError(_unknown_suffix(path))
         if not overwrite and Path(path).exists():
             raise WriteError("is there already")
-        files.replace(Path(path), form.render(schedule))
-    except WriteError as fact:
-        raise WriteError(f"{path}: {fact}") from None
-    except (OSError, ValueError, TypeError) as fault:
-        raise WriteError(f"{path}: cannot be written: {_reason(fault)}") from None
+        text = form.render(schedule)
+    files.write_atomically(path, text)
 
 
 def _unknown_suffix(path: str | Path) -> str:

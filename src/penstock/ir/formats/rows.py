@@ -12,7 +12,7 @@ from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_B
 from penstock.ir.schedule import Schedule
 
 
-def check_rows_tell_all(schedule: Schedule, target: str) -> None:
+def check_rows_suffice(schedule: Schedule, target: str) -> None:
     """Refuse to drop what the rows of actions alone do not say."""
     try:
         alone = Schedule.from_codes([schedule.codes_of(rank) for rank in range(schedule.ranks)])
@@ -31,7 +31,7 @@ _ONCE: Final = {
 }
 
 
-def check_not_cut_off(schedule: Schedule, text: str) -> None:
+def check_not_truncated(schedule: Schedule, text: str) -> None:
     """A text whose last line does not end is whole only if every stage has done as much as the others, each once.
 
     (What is left of a cut ``1B12`` may be ``1B1``.) Of a lowered schedule that cannot be told.

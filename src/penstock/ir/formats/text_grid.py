@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from penstock.ir.formats.rows import check_not_cut_off, check_rows_tell_all
+from penstock.ir.formats.rows import check_not_truncated, check_rows_suffice
 from penstock.ir.schedule import Schedule
 
 
 def schedule_from_grid(text: str) -> Schedule:
     """Read a grid. The last row may end without a line break if it is whole."""
     schedule = Schedule.from_text(text)
-    check_not_cut_off(schedule, text)
+    check_not_truncated(schedule, text)
     return schedule
 
 
 def grid_from_schedule(schedule: Schedule) -> str:
     """The grid as written, not aligned."""
-    check_rows_tell_all(schedule, "a text grid")
+    check_rows_suffice(schedule, "a text grid")
     return schedule.grid(aligned=False) + "\n"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import FormatError, PlacementError
 from penstock.ir.actions import parse_cell
-from penstock.ir.formats.rows import check_not_cut_off, check_rows_tell_all
+from penstock.ir.formats.rows import check_not_truncated, check_rows_suffice
 from penstock.ir.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def schedule_from_csv(text: str) -> Schedule:
     if not rows:
         raise FormatError("is empty; a row is a rank, and a cell an action, as in '0F0,0F1,,0B0,0B1'")
     schedule = _placed(rows)
-    check_not_cut_off(schedule, text)
+    check_not_truncated(schedule, text)
     return schedule
 
 
@@ -63,7 +63,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, list[str]]]:
 
 def csv_from_schedule(schedule: Schedule) -> str:
     """The CSV text of a schedule; lines end as PyTorch's do."""
-    check_rows_tell_all(schedule, "CSV")
+    check_rows_suffice(schedule, "CSV")
     text = io.StringIO()
     csv.writer(text).writerows([["" if cell is None else str(cell) for cell in row] for row in schedule.actions])
     return text.getvalue()

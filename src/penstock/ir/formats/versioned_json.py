@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from penstock.errors import FormatError, ScheduleSyntaxError, WriteError
 from penstock.ir.actions import parse_cell
+from penstock.ir.formats.files import refuse_duplicate_keys, shorten
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 
@@ -74,7 +75,7 @@ def _parsed_json(text: str) -> dict[str, Any]:
     if not text.strip():
         raise FormatError("is empty; penstock convert writes an example: penstock convert GPipe example.json")
     try:
-        document = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+        document = json.loads(text, object_pairs_hook=refuse_duplicate_keys, parse_constant=_no_constant)
     except FormatError:
         raise
     except json.JSONDecodeError as fault:
@@ -87,15 +88,6 @@ def _parsed_json(text: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise FormatError(f"is JSON, but not a schedule: it must be an object, not {_shown(document)}")
     return document
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise FormatError(f"{_shown(key)} stands twice in one object")
-        found[key] = value
-    return found
 
 
 def _no_constant(name: str) -> None:
@@ -167,4 +159,4 @@ def _shown(value: object) -> str:
         text = "null or missing" if value is None else json.dumps(value)
     except RecursionError:
         text = "nested too deeply"
-    return text if len(text) <= 40 else text[:37] + "..."
+    return shorten(text)

@@ -52,9 +52,14 @@ class _Action(Action):
         return cls(*iterable)
 
     @property
-    def leaves(self) -> tuple[_Action, ...]:
+    def parts(self) -> tuple[_Action, ...]:
         """The actions that run: the sub-actions of an overlap, else the action itself."""
         return (self,) if self.sub_actions is None else cast("tuple[_Action, ...]", self.sub_actions)
+
+    @property
+    def leaves(self) -> tuple[_Action, ...]:
+        """The same, under its former name."""
+        return self.parts
 
     @property
     def is_compute_op(self) -> bool:
