@@ -18,7 +18,7 @@ from time import perf_counter
 
 import penstock as ps
 from alternating import alternate
-from penstock.graph.start_times import starts
+from penstock.graph.start_times import start_times
 from penstock.simulation.step_graph import flow_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -109,7 +109,8 @@ def kernel(repeats: int) -> bool:
     timeline = ps.simulate(lowered)
     flow, costs = timeline.flow, timeline.costs
     (timing,) = alternate(
-        partial(starts, flow.order, flow.durations(costs), flow.delays(costs), flow.releases(costs)), repeats=repeats
+        partial(start_times, flow.order, flow.durations(costs), flow.delays(costs), flow.releases(costs)),
+        repeats=repeats,
     )
     rate = len(lowered.codes) / timing.median
     print(f"\nthe kernel: {len(lowered.codes):,} actions in {timing}: {rate / 1e6:.0f} million per second")

@@ -8,9 +8,9 @@ import pytest
 import penstock as ps
 from mutants import mutated, text_rows
 from penstock.graph import array_blocks as blocks
-from penstock.graph.action_table import Leaves
+from penstock.graph.action_table import ActionTable
 from penstock.graph.comm_model import MODELS
-from penstock.graph.events import REASONS, Part, event_graph, parts
+from penstock.graph.events import REASONS, RankRange, event_graph, rank_ranges
 from penstock.lowering.send_receive import in_turns
 from penstock.schedules.registry import RECIPES
 from penstock.verification.deadlock import deadlocked
@@ -44,12 +44,12 @@ def test_the_parts_of_a_graph_have_its_edges(recipe, small):
     schedule = ps.build(recipe.name, ranks=4, microbatches=4)
     lowered = ps.lower(schedule, max_active_stages=1)
     for one in (schedule, lowered, *mutants(lowered, 8)):
-        leaves = Leaves(one)
+        actions = ActionTable(one)
         for model in MODELS:
             small(True)
-            by_part = [edges_of(part, model) for part in parts(leaves)]
+            by_part = [edges_of(part, model) for part in rank_ranges(actions)]
             small(False)
-            graph = event_graph(leaves, model)
+            graph = event_graph(actions, model)
             places = zip(graph.reason.tolist(), graph.awaited.tolist(), graph.waiting.tolist(), strict=True)
             assert set().union(*by_part) == {(REASONS[reason], *edge) for reason, *edge in places}
             assert sum(map(len, by_part)) == len(graph.reason)
@@ -58,11 +58,11 @@ def test_the_parts_of_a_graph_have_its_edges(recipe, small):
 
 @EVERY_RECIPE
 def test_operations_of_a_part_are_those_on_its_ranks(recipe):
-    leaves = Leaves(ps.lower(ps.build(recipe.name, ranks=4, microbatches=4)))
-    (whole,) = parts(leaves)
+    actions = ActionTable(ps.lower(ps.build(recipe.name, ranks=4, microbatches=4)))
+    (whole,) = rank_ranges(actions)
     pairs = set(zip(whole.operation.tolist(), whole.partner.tolist(), strict=True))
-    for begin, end in zip(leaves.offsets[:-1].tolist(), leaves.offsets[1:].tolist(), strict=True):
-        part = Part.between(leaves, begin, end)
+    for begin, end in zip(actions.offsets[:-1].tolist(), actions.offsets[1:].tolist(), strict=True):
+        part = RankRange.between(actions, begin, end)
         mine = {pair for pair in pairs if begin <= pair[0] < end}
         assert set(zip(part.operation.tolist(), part.partner.tolist(), strict=True)) == mine
         assert len(part.operation) == len(mine) > 0
@@ -94,12 +94,12 @@ def test_findings_in_small_blocks(recipe, small):
     assert wrong > 30
 
 
-def test_leaves_in_small_blocks(small):
+def test_the_action_table_in_small_blocks(small):
     schedule = ps.Schedule([["0F0", None, "(0F1;1B0)OVERLAP_F_B", "1F0", None, None, "(1F1;0B0)OVERLAP_F_B", "0B1"]])
     small(True)
-    in_blocks = Leaves(schedule)
+    in_blocks = ActionTable(schedule)
     small(False)
-    at_once = Leaves(schedule)
+    at_once = ActionTable(schedule)
     assert in_blocks.cell.tolist() == at_once.cell.tolist() == [0, 2, 2, 3, 6, 6, 7]
     assert in_blocks.kind.tolist() == at_once.kind.tolist()
     assert in_blocks.offsets.tolist() == at_once.offsets.tolist() == [0, 7]
@@ -107,7 +107,7 @@ def test_leaves_in_small_blocks(small):
 
 def test_turns_that_prove_nothing_prove_nothing_rank_by_rank(small):
     rows = [["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F1", "1RECV_F0", "1F0", "1F1"]]
-    leaves, model = Leaves(ps.Schedule(rows)), ps.CommModel("rendezvous", "pair")
+    actions, model = ActionTable(ps.Schedule(rows)), ps.CommModel("rendezvous", "pair")
     small(True)
     for turns in (np.arange(8), np.zeros(8, np.int64), np.array([0, 1, 2, 3, 1, 3, 4, 5])):
-        assert [problem.kind for problem in deadlocked(leaves, model, turns)] == ["deadlock"]
+        assert [problem.kind for problem in deadlocked(actions, model, turns)] == ["deadlock"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from penstock.graph import active_stages
 from penstock.graph import longest_path as walk
-from penstock.graph.jit import compiled
+from penstock.graph.jit import jit
 
 edges = st.integers(1, 12).flatmap(
     lambda nodes: st.tuples(
@@ -42,8 +42,8 @@ def test_plain_and_compiled_walks_agree_with_the_definition(graph):
     nodes, found = graph
     source, target, weight = arrays(found)
     expected = by_definition(nodes, found)
-    assert walk._plain(nodes, source, target, weight) == expected
-    assert compiled(walk._kernel)(nodes, source, target, weight).tolist() == expected
+    assert walk._interpreted(nodes, source, target, weight) == expected
+    assert jit(walk._compiled)(nodes, source, target, weight).tolist() == expected
     assert walk.longest_path(nodes, source, target, weight).tolist() == expected
 
 
@@ -64,11 +64,11 @@ def test_plain_and_compiled_scans_of_stages_agree_with_the_definition(stages, li
     cells = np.cumsum(starts) - 1
     names, local = np.unique(np.array(stages), return_inverse=True)
     arguments = (local.astype(np.int64), cells.astype(np.int64), len(names), limit)
-    plain, fast = active_stages._scan(*arguments), compiled(active_stages._scan)(*arguments)
+    plain, fast = active_stages._scan(*arguments), jit(active_stages._scan)(*arguments)
     for one, other in zip(plain, fast, strict=True):
         assert one.tolist() == other.tolist()
 
-    leaving, entering = active_stages.soonest_stages(np.array(stages), cells, limit)
+    leaving, entering = active_stages.active_stage_changes(np.array(stages), cells, limit)
     active = []
     for place in np.flatnonzero(starts).tolist():
         wanted = soonest_by_definition(stages, cells, place, limit)
@@ -81,16 +81,16 @@ def test_plain_and_compiled_scans_of_stages_agree_with_the_definition(stages, li
 def test_when_the_compiler_pays(monkeypatch, loaded):
     modules = {"numba": object()} if loaded else {}
     monkeypatch.setattr(walk.sys, "modules", modules)
-    monkeypatch.setattr(walk, "_walked_plainly", [0])
-    assert walk.worth_compiling(1_000) is loaded
-    assert walk.worth_compiling(1_000_000)
-    assert walk.worth_compiling(100) is not loaded
+    monkeypatch.setattr(walk, "_interpreted_work", [0])
+    assert walk.should_compile(1_000) is loaded
+    assert walk.should_compile(1_000_000)
+    assert walk.should_compile(100) is not loaded
 
 
 def test_the_compiler_is_loaded_when_as_much_was_walked_without_it(monkeypatch):
     monkeypatch.setattr(walk.sys, "modules", {})
-    monkeypatch.setattr(walk, "_walked_plainly", [0])
-    assert [walk.worth_compiling(60_000) for _ in range(4)] == [False, False, False, True]
+    monkeypatch.setattr(walk, "_interpreted_work", [0])
+    assert [walk.should_compile(60_000) for _ in range(4)] == [False, False, False, True]
 
 
 def test_compiled_without_a_place_for_the_cache(monkeypatch):
@@ -105,5 +105,5 @@ def test_compiled_without_a_place_for_the_cache(monkeypatch):
         return real(*arguments, **options)
 
     monkeypatch.setattr(numba, "njit", no_cache)
-    double = compiled(lambda number: 2 * number)
+    double = jit(lambda number: 2 * number)
     assert double(21) == 42

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.graph import start_times as timing
-from penstock.graph.jit import compiled
+from penstock.graph.jit import jit
 
 graphs = st.integers(1, 8).flatmap(
     lambda nodes: st.tuples(
@@ -32,9 +32,9 @@ def has_cycle(nodes, edges):
 def test_sorted_and_walked(graph, data):
     nodes, edges = graph
     source, target = arrays(edges)
-    plain, fast = timing._sort_plainly(nodes, source, target), compiled(timing._sort)(nodes, source, target)
+    plain, fast = timing._sort_interpreted(nodes, source, target), jit(timing._sort)(nodes, source, target)
     assert (plain[0] < nodes) == (fast[0] < nodes) == has_cycle(nodes, edges)
-    assert (timing.in_order(nodes, source, target) is None) == has_cycle(nodes, edges)
+    assert (timing.topological_order(nodes, source, target) is None) == has_cycle(nodes, edges)
     if has_cycle(nodes, edges):
         return
     amounts = st.integers(0, 9).map(float)
@@ -44,9 +44,9 @@ def test_sorted_and_walked(graph, data):
     for order in (timing.Order(*plain[1:]), timing.Order(*fast[1:])):
         arguments = (order.nodes, order.first, order.source, order.edge, duration, delay, release)
         for start, critical in (
-            timing._walk_plainly(*arguments),
-            compiled(timing._walk)(*arguments),
-            timing.starts(order, duration, delay, release),
+            timing._walk_interpreted(*arguments),
+            jit(timing._walk)(*arguments),
+            timing.start_times(order, duration, delay, release),
         ):
             for node in range(nodes):
                 ends = [start[s] + duration[s] + delay[edge] for edge, (s, t) in enumerate(edges) if t == node]
@@ -56,7 +56,7 @@ def test_sorted_and_walked(graph, data):
                 assert critical[node] == (waited[0] if waited else timing.NOTHING)
 
 
-@pytest.mark.parametrize("kernel", [timing._sort, timing._sort_plainly])
+@pytest.mark.parametrize("kernel", [timing._sort, timing._sort_interpreted])
 def test_a_cycle_is_not_reached(kernel):
     source, target = arrays([(0, 1), (1, 2), (2, 1)])
     assert kernel(3, source, target)[0] == 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.graph import array_blocks as blocks
-from penstock.graph.action_table import Leaves
+from penstock.graph.action_table import ActionTable
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.lowering.defer_receives import defer_receives, in_time
 from penstock.lowering.pipeline import WITHOUT_LANES
@@ -112,7 +112,7 @@ def test_the_turns_are_a_witness_for_late_receives_too(recipe, look_ahead, monke
         given_turns = in_turns(ps.build(recipe.name, ranks=ranks, microbatches=microbatches))
         before = given_turns[1].copy()
         late, turns = in_time(*given_turns, look_ahead)
-        assert not list(deadlocked(Leaves(late), WITHOUT_LANES, turns))
+        assert not list(deadlocked(ActionTable(late), WITHOUT_LANES, turns))
         assert np.array_equal(given_turns[1], before)
 
 
@@ -120,5 +120,5 @@ def test_the_turns_do_not_hide_that_late_receives_get_into_each_others_way():
     schedule = ps.build("InterleavedZeroBubble", ranks=4, microbatches=8)
     late, turns = in_time(*in_turns(schedule))
     model = ps.CommModel("rendezvous", "pair")
-    found = [problem.kind for problem in deadlocked(Leaves(late), model, turns)]
+    found = [problem.kind for problem in deadlocked(ActionTable(late), model, turns)]
     assert found == [finding.kind for finding in ps.check(late, model=model)] == ["deadlock"]

@@ -7,7 +7,7 @@ import pytest
 
 import penstock as ps
 from mutants import mutated, text_rows
-from penstock.graph.action_table import Leaves
+from penstock.graph.action_table import ActionTable
 from penstock.ir.actions import RECV_B, RECV_F, REDUCE_GRAD, RESHARD, UNSHARD
 from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.lowering import pipeline
@@ -30,7 +30,7 @@ WITHOUT_LANES = ps.CommModel("rendezvous", "message")
 
 def is_proved(before, after, touched, model):
     try:
-        verify_change(Leaves(before), after, frozenset(touched), model=model)
+        verify_change(ActionTable(before), after, frozenset(touched), model=model)
     except ps.VerificationError:
         return False
     return True
@@ -57,10 +57,10 @@ def test_as_strict_as_verify(recipe):
 
 def test_turns_that_prove_nothing_do_not_hide_a_deadlock():
     schedule = ps.Schedule([["0F0", "0SEND_F0", "0F1", "0SEND_F1"], ["1RECV_F1", "1RECV_F0", "1F0", "1F1"]])
-    leaves = Leaves(schedule)
+    actions = ActionTable(schedule)
     model = ps.CommModel("rendezvous", "pair")
     for turns in (np.arange(8), np.zeros(8, np.int64), np.array([0, 1, 2, 3, 1, 3, 4, 5])):
-        assert [problem.kind for problem in deadlocked(leaves, model, turns)] == ["deadlock"]
+        assert [problem.kind for problem in deadlocked(actions, model, turns)] == ["deadlock"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
@@ -69,7 +69,7 @@ def test_the_turns_of_send_receive_are_a_witness_under_every_model(recipe, monke
     monkeypatch.setattr("penstock.verification.deadlock._starts", None)  # a walk would fail
     for buffering in ("rendezvous", "bounded(1)", "eager"):
         for lanes in ps.LANES:
-            assert not list(deadlocked(Leaves(lowered), ps.CommModel(buffering, lanes), turns))
+            assert not list(deadlocked(ActionTable(lowered), ps.CommModel(buffering, lanes), turns))
 
 
 def test_a_pass_that_breaks_something_is_caught(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed.pipelining import schedules as upstream
 
 import penstock as ps
-from penstock.graph.action_table import Leaves
+from penstock.graph.action_table import ActionTable
 from penstock.verification.findings import MOST_FINDINGS
 from penstock.verification.memory import peaks
 
@@ -167,9 +167,9 @@ def test_what_would_release_memory(row, limit, told):
 
 
 def test_the_peak_of_each_rank():
-    assert peaks(Leaves(ps.build("1F1B", ranks=4, microbatches=8))) == [4, 3, 2, 1]
+    assert peaks(ActionTable(ps.build("1F1B", ranks=4, microbatches=8))) == [4, 3, 2, 1]
     idle = ps.Schedule([["0F0", "(0B0;0F1)OVERLAP_F_B", "0B1"], [None]], placement=ps.Placement((0,), 2))
-    assert peaks(Leaves(idle)) == [2, 0]
+    assert peaks(ActionTable(idle)) == [2, 0]
 
 
 def test_a_deadlock_is_told_as_a_cycle_and_marked():

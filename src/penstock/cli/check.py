@@ -16,7 +16,7 @@ from penstock.cli.main import FOUND
 from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, model_from, schedule_from
 from penstock.cli.terminal import Width, fitted, terminal
 from penstock.errors import VerificationError
-from penstock.graph.action_table import Leaves, too_sparse
+from penstock.graph.action_table import ActionTable, is_too_sparse
 from penstock.graph.comm_model import LANES, MODELS, CommModel
 from penstock.ir.schedule import Schedule
 from penstock.verification.check import DEFAULT_MODEL, check, safe_models
@@ -88,9 +88,9 @@ class Checked(NamedTuple):
     @property
     def peaks(self) -> list[int] | None:
         """How many activations each rank holds at most; None if that was not asked for or cannot be told."""
-        if self.memory_limit is None or too_sparse(self.schedule):
+        if self.memory_limit is None or is_too_sparse(self.schedule):
             return None
-        return peaks(Leaves(self.schedule))
+        return peaks(ActionTable(self.schedule))
 
     @property
     def models(self) -> dict[CommModel, bool] | None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.graph.jit import compiled
-from penstock.graph.longest_path import worth_compiling
+from penstock.graph.jit import jit
+from penstock.graph.longest_path import should_compile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 Changes = dict[int, list[int]]
 
 
-def soonest_stages(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Changes]:
+def active_stage_changes(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Changes]:
     """The stages that leave and enter the ``limit`` soonest used ones, before each cell of the row.
 
     What an overlap runs together counts together: it may exceed the limit by what it holds. O(n) after the stages are
     numbered.
     """
     names, local = np.unique(stages, return_inverse=True)
-    scan = compiled(_scan) if worth_compiling(len(stages)) else _scan
-    places, changed, enters = scan(local.astype(np.int64), cells, len(names), limit)
+    scan = jit(_scan) if should_compile(len(stages)) else _scan
+    positions, changed, enters = scan(local.astype(np.int64), cells, len(names), limit)
     leaving: Changes = defaultdict(list)
     entering: Changes = defaultdict(list)
-    for place, stage, enter in zip(places.tolist(), names[changed].tolist(), enters.tolist(), strict=True):
-        (entering if enter else leaving)[place].append(stage)
+    for position, stage, enter in zip(positions.tolist(), names[changed].tolist(), enters.tolist(), strict=True):
+        (entering if enter else leaving)[position].append(stage)
     return leaving, entering
 
 
@@ -41,14 +41,14 @@ def _scan(local: Ints, cells: Ints, count: int, limit: int) -> tuple[Ints, Ints,
     uses = np.zeros(count, np.int64)  # of each stage, within the window
     active = np.zeros(count, np.bool_)
     distinct, begin, end = 0, 0, 0
-    places = np.zeros(2 * length, np.int64)
+    positions = np.zeros(2 * length, np.int64)
     changed = np.zeros(2 * length, np.int64)
     enters = np.zeros(2 * length, np.int64)
     changes = 0
-    for place in range(length):
-        if place > 0 and cells[place] == cells[place - 1]:
+    for position in range(length):
+        if position > 0 and cells[position] == cells[position - 1]:
             continue
-        for passed in range(begin, place):
+        for passed in range(begin, position):
             uses[local[passed]] -= 1
             distinct -= uses[local[passed]] == 0
         while end < length and (distinct < limit or cells[end] == cells[end - 1]):
@@ -58,13 +58,13 @@ def _scan(local: Ints, cells: Ints, count: int, limit: int) -> tuple[Ints, Ints,
             end += 1
             if not active[stage]:
                 active[stage] = True
-                places[changes], changed[changes], enters[changes] = place, stage, 1
+                positions[changes], changed[changes], enters[changes] = position, stage, 1
                 changes += 1
-        for passed in range(begin, place):
+        for passed in range(begin, position):
             stage = local[passed]
             if active[stage] and uses[stage] == 0:
                 active[stage] = False
-                places[changes], changed[changes], enters[changes] = place, stage, 0
+                positions[changes], changed[changes], enters[changes] = position, stage, 0
                 changes += 1
-        begin = place
-    return places[:changes], changed[:changes], enters[:changes]
+        begin = position
+    return positions[:changes], changed[:changes], enters[:changes]

@@ -27,7 +27,7 @@ def check_length(length: int) -> None:
         raise ScheduleError(f"the schedule has {length:,} actions; at most {LONGEST:,} can be proved")
 
 
-def number_type(length: int) -> type[np.int32 | np.int64]:
+def index_dtype(length: int) -> type[np.int32 | np.int64]:
     """How to hold the places of an array of this length: in less room if they are many, else as NumPy looks them up."""
     return np.int64 if length <= SIZE // 8 else np.int32
 
@@ -43,12 +43,12 @@ def blocks(length: int) -> Sequence[slice]:
     return [slice(begin, min(length, begin + SIZE)) for begin in range(0, length, SIZE)]
 
 
-def together(parts: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
+def concatenate(parts: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
     """What was made of the blocks, one after the other; of one block, as it is."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def whole_rows(offsets: Sequence[int]) -> Iterator[slice]:
+def row_blocks(offsets: Sequence[int]) -> Iterator[slice]:
     """Rows that lie one after the other, as many at once as fill a block, given where each begins and the last ends.
 
     >>> list(whole_rows([0, 20_000, 40_000, 50_000]))

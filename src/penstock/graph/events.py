@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from penstock.graph import array_blocks as blocks
-from penstock.graph.action_table import NOWHERE, Leaves
+from penstock.graph.action_table import NONE, ActionTable
 from penstock.graph.sorting import order_by
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFER_TYPES, TRANSFERS
@@ -55,14 +55,14 @@ class EventGraph:
     """The graph: edges go from what is awaited to what waits.
 
     Attributes:
-        leaves: the actions.
+        actions: the actions.
         node: the node of every cell.
-        awaited: for every edge the place in ``leaves`` of the action that is awaited.
+        awaited: for every edge the position in ``actions`` of the action that is awaited.
         waiting: for every edge the place of the action that waits.
         reason: for every edge the place of its reason in ``REASONS``.
     """
 
-    leaves: Leaves
+    actions: ActionTable
     node: Ints
     awaited: Ints
     waiting: Ints
@@ -71,115 +71,115 @@ class EventGraph:
     @property
     def source(self) -> Ints:
         """The node that each edge comes from."""
-        return np.asarray(self.node[self.leaves.cell[self.awaited]])
+        return np.asarray(self.node[self.actions.cell[self.awaited]])
 
     @property
     def target(self) -> Ints:
         """The node that each edge goes to."""
-        return np.asarray(self.node[self.leaves.cell[self.waiting]])
+        return np.asarray(self.node[self.actions.cell[self.waiting]])
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
+class TransferPairs:
     """The sends and receives that belong together, one pair per place."""
 
     send: Ints
     receive: Ints
 
 
-def matches(leaves: Leaves) -> Matches:
+def pair_transfers(actions: ActionTable) -> TransferPairs:
     """Every send on its own rank whose receive is there too, on another rank."""
-    if not leaves.has_transfers:
-        return Matches(_NONE, _NONE)
+    if not actions.has_transfers:
+        return TransferPairs(_NONE, _NONE)
     sends, receives = [], []
     for transfer in TRANSFERS:
-        sent = leaves.table(transfer.send)
-        slots = (sent != NOWHERE).nonzero()[0]
+        sent = actions.table(transfer.send)
+        slots = (sent != NONE).nonzero()[0]
         sends.append(sent[slots])
-        receives.append(leaves.table(transfer.receive)[slots + transfer.stage_offset * leaves.stride])
+        receives.append(actions.table(transfer.receive)[slots + transfer.stage_offset * actions.stride])
     send, receive = np.concatenate(sends), np.concatenate(receives)
-    pairs = _are_matched(leaves, send, receive).nonzero()[0]
-    return Matches(send[pairs], receive[pairs])
+    pairs = _are_matched(actions, send, receive).nonzero()[0]
+    return TransferPairs(send[pairs], receive[pairs])
 
 
-def _are_matched(leaves: Leaves, operation: Ints, partner: Ints) -> NDArray[np.bool_]:
+def _are_matched(actions: ActionTable, operation: Ints, partner: Ints) -> NDArray[np.bool_]:
     """Whether the partner is there, and the two are on the ranks that they should be, and not on the same."""
-    good = (partner != NOWHERE) & (leaves.rank[partner] != leaves.rank[operation])
-    if not leaves.all_at_home:
-        good &= leaves.is_at_home(operation) & leaves.is_at_home(partner)
+    good = (partner != NONE) & (actions.rank[partner] != actions.rank[operation])
+    if not actions.all_placed:
+        good &= actions.is_placed(operation) & actions.is_placed(partner)
     return np.asarray(good)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankRange:
     """Some ranks, one after the other: what happens on them, and the edges to it.
 
     Attributes:
-        leaves: the actions of all ranks.
+        actions: the actions of all ranks.
         begin: the place of the first action of these ranks.
         end: the place behind their last.
         operation: the sends and receives on these ranks that belong together with one on another.
         partner: that one, for each of them.
     """
 
-    leaves: Leaves
+    actions: ActionTable
     begin: int
     end: int
     operation: Ints
     partner: Ints
 
     @classmethod
-    def all_of(cls, leaves: Leaves, pairs: Matches) -> Part:
+    def all_of(cls, actions: ActionTable, pairs: TransferPairs) -> RankRange:
         """All ranks."""
         operation, partner = np.concatenate([pairs.send, pairs.receive]), np.concatenate([pairs.receive, pairs.send])
-        return cls(leaves, 0, len(leaves), operation, partner)
+        return cls(actions, 0, len(actions), operation, partner)
 
     @classmethod
-    def between(cls, leaves: Leaves, begin: int, end: int) -> Part:
+    def between(cls, actions: ActionTable, begin: int, end: int) -> RankRange:
         """The ranks whose actions stand between these places."""
         operations, partners = [_NONE], [_NONE]
         for transfer in TRANSFERS:
-            send, receive, offset = transfer.send, transfer.receive, transfer.stage_offset * leaves.stride
+            send, receive, offset = transfer.send, transfer.receive, transfer.stage_offset * actions.stride
             for kind, other, further in ((send, receive, offset), (receive, send, -offset)):
-                mine = leaves.are_between(kind, begin, end)
-                slots = leaves.slots_at(mine)
-                partner = leaves.table(other)[slots + further]
-                good = (_are_matched(leaves, mine, partner) & (leaves.table(kind)[slots] == mine)).nonzero()[0]
+                mine = actions.positions_between(kind, begin, end)
+                slots = actions.slots_at(mine)
+                partner = actions.table(other)[slots + further]
+                good = (_are_matched(actions, mine, partner) & (actions.table(kind)[slots] == mine)).nonzero()[0]
                 operations.append(mine[good])
                 partners.append(partner[good])
-        return cls(leaves, begin, end, np.concatenate(operations), np.concatenate(partners))
+        return cls(actions, begin, end, np.concatenate(operations), np.concatenate(partners))
 
     @property
     def sends(self) -> NDArray[np.bool_]:
         """Which operations are sends."""
-        return packed.kind_mask(_SENDS).take(self.leaves.kind[self.operation])
+        return packed.kind_mask(_SENDS).take(self.actions.kind[self.operation])
 
     def edges(self, model: CommModel) -> Iterator[Edges]:
         """All edges to what happens on these ranks."""
-        yield from _program(self)
-        yield from _uses(self)
-        if self.leaves.has_transfers:
-            yield from _communication(self, model)
+        yield from _program_edges(self)
+        yield from _use_edges(self)
+        if self.actions.has_transfers:
+            yield from _communication_edges(self, model)
 
 
-def parts(leaves: Leaves) -> Iterator[Part]:
+def rank_ranges(actions: ActionTable) -> Iterator[RankRange]:
     """The ranks of a schedule, as many at once as their actions fill a block."""
-    if len(leaves) <= blocks.SIZE:
-        yield Part.all_of(leaves, matches(leaves))
+    if len(actions) <= blocks.SIZE:
+        yield RankRange.all_of(actions, pair_transfers(actions))
         return
-    for ranks in blocks.whole_rows(leaves.offsets.tolist()):
-        yield Part.between(leaves, int(leaves.offsets[ranks.start]), int(leaves.offsets[ranks.stop]))
+    for ranks in blocks.row_blocks(actions.offsets.tolist()):
+        yield RankRange.between(actions, int(actions.offsets[ranks.start]), int(actions.offsets[ranks.stop]))
 
 
-def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
+def event_graph(actions: ActionTable, model: CommModel) -> EventGraph:
     """The graph of a schedule under a model. O(n log n)."""
-    pairs = matches(leaves)
-    node = np.arange(leaves.cells, dtype=np.int32)
+    pairs = pair_transfers(actions)
+    node = np.arange(actions.cells, dtype=np.int32)
     if model.capacity == 0:
-        node[leaves.cell[pairs.receive]] = leaves.cell[pairs.send]
-    edges = [*Part.all_of(leaves, pairs).edges(model)]
+        node[actions.cell[pairs.receive]] = actions.cell[pairs.send]
+    edges = [*RankRange.all_of(actions, pairs).edges(model)]
     return EventGraph(
-        leaves,
+        actions,
         node,
         np.concatenate([awaited for _, awaited, _ in edges]),
         np.concatenate([waiting for _, _, waiting in edges]),
@@ -189,7 +189,7 @@ def event_graph(leaves: Leaves, model: CommModel) -> EventGraph:
     )
 
 
-def _communication(part: Part, model: CommModel) -> Iterator[Edges]:
+def _communication_edges(part: RankRange, model: CommModel) -> Iterator[Edges]:
     """What the model makes operations wait for."""
     if model.capacity != 0:
         receives = ~part.sends
@@ -197,47 +197,47 @@ def _communication(part: Part, model: CommModel) -> Iterator[Edges]:
     if model.lanes == "message":
         return
     if model.capacity:
-        yield _room(part, model.capacity)
+        yield _capacity_edges(part, model.capacity)
     yield _lanes(part, model.lanes)
 
 
-def _program(part: Part) -> list[Edges]:
+def _program_edges(part: RankRange) -> list[Edges]:
     """A rank's own actions in a row, and its transfers each behind the action before it."""
-    leaves, operation = part.leaves, part.operation
-    are_blocking = ~packed.kind_mask(TRANSFER_TYPES).take(leaves.kind[part.begin : part.end])
+    actions, operation = part.actions, part.operation
+    are_blocking = ~packed.kind_mask(TRANSFER_TYPES).take(actions.kind[part.begin : part.end])
     blocking = are_blocking.nonzero()[0] + part.begin
-    cell, rank = leaves.cell[blocking], leaves.rank[blocking]
+    cell, rank = actions.cell[blocking], actions.rank[blocking]
     in_a_row = ((cell[1:] != cell[:-1]) & (rank[1:] == rank[:-1])).nonzero()[0]
     number = are_blocking.cumsum()[operation - part.begin] - 1
     ahead = blocking[number] if len(blocking) else number
-    posted = ((number != NOWHERE) & (leaves.rank[ahead] == leaves.rank[operation])).nonzero()[0]
+    posted = ((number != NONE) & (actions.rank[ahead] == actions.rank[operation])).nonzero()[0]
     return [
         Edges("program", blocking[in_a_row], blocking[in_a_row + 1]),
         Edges("post", ahead[posted], operation[posted]),
     ]
 
 
-def _uses(part: Part) -> Iterator[Edges]:
+def _use_edges(part: RankRange) -> Iterator[Edges]:
     """What needs a receive that stands before it; without any transfer, what needs something of another rank."""
-    leaves = part.leaves
-    if not leaves.has_transfers:
-        waiting, awaited = leaves.inputs_from_elsewhere()
+    actions = part.actions
+    if not actions.has_transfers:
+        waiting, awaited = actions.remote_inputs()
         within = (waiting >= part.begin) & (waiting < part.end)
         yield Edges("data", awaited[within], waiting[within])
         return
     for transfer in TRANSFERS:
-        mine = part.operation[leaves.is_kind(part.operation, transfer.receive).nonzero()[0]]
-        user = leaves.table_of_any(transfer.needed_by)[leaves.slots_at(mine)]
-        good = ((user > mine) & (leaves.rank[user] == leaves.rank[mine])).nonzero()[0]
+        mine = part.operation[actions.is_kind(part.operation, transfer.receive).nonzero()[0]]
+        user = actions.first_table(transfer.needed_by)[actions.slots_at(mine)]
+        good = ((user > mine) & (actions.rank[user] == actions.rank[mine])).nonzero()[0]
         yield Edges("use", mine[good], user[good])
 
 
-def _lanes(part: Part, lanes: str) -> Edges:
+def _lanes(part: RankRange, lanes: str) -> Edges:
     """Every operation behind the one before it in its lane."""
-    leaves, operation = part.leaves, part.operation
-    lane = leaves.rank[operation]
+    actions, operation = part.actions, part.operation
+    lane = actions.rank[operation]
     if lanes != "rank":
-        lane = lane * leaves.schedule.ranks + leaves.rank[part.partner]
+        lane = lane * actions.schedule.ranks + actions.rank[part.partner]
     if lanes == "direction":
         lane = lane * 2 + part.sends
     order = order_by(lane, operation)
@@ -246,11 +246,11 @@ def _lanes(part: Part, lanes: str) -> Edges:
     return Edges("lane", operation[ahead], operation[ahead + 1])
 
 
-def _room(part: Part, capacity: int) -> Edges:
+def _capacity_edges(part: RankRange, capacity: int) -> Edges:
     """The n-th send of one rank to another waits for the receive of as many before it as the lane does not hold."""
-    leaves, sends = part.leaves, part.sends
+    actions, sends = part.actions, part.sends
     send, receive = part.operation[sends], part.partner[sends]
-    channel = leaves.rank[send] * leaves.schedule.ranks + leaves.rank[receive]
+    channel = actions.rank[send] * actions.schedule.ranks + actions.rank[receive]
     by_send, by_receive = order_by(channel, send), order_by(channel, receive)
     count = max(0, len(channel) - capacity)
     same = channel[by_send][capacity:] == channel[by_send][:count]

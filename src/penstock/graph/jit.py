@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @cache
-def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def jit(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, compiled; kept in a cache on disk, unless there is no place for one that can be written."""
     from numba import njit
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from penstock.graph.jit import compiled
+from penstock.graph.jit import jit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +25,7 @@ WORTH_LOADING: Final = 200_000
 #: From so many edges on the compiled walk pays, once it is there.
 WORTH_CALLING: Final = 200
 
-_walked_plainly = [0]
+_interpreted_work = [0]
 
 #: The start of a node that waits for itself.
 UNREACHED: Final = -1
@@ -36,21 +36,21 @@ def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
 
     Nodes on a cycle, or behind one, are ``UNREACHED``. O(nodes + edges).
     """
-    if not worth_compiling(len(source)):
-        return np.array(_plain(nodes, source, target, weight), np.int64)
-    result: Ints = compiled(_kernel)(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32), weight)
+    if not should_compile(len(source)):
+        return np.array(_interpreted(nodes, source, target, weight), np.int64)
+    result: Ints = jit(_compiled)(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32), weight)
     return result
 
 
-def worth_compiling(work: int) -> bool:
+def should_compile(work: int) -> bool:
     """Whether a kernel with so many steps of work should be run compiled."""
     if "numba" in sys.modules:
         return work >= WORTH_CALLING
-    _walked_plainly[0] += work
-    return _walked_plainly[0] >= WORTH_LOADING
+    _interpreted_work[0] += work
+    return _interpreted_work[0] >= WORTH_LOADING
 
 
-def _plain(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> list[int]:
+def _interpreted(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> list[int]:
     after: list[list[int]] = [[] for _ in range(nodes)]
     for edge, node in enumerate(source.tolist()):
         after[node].append(edge)
@@ -70,7 +70,7 @@ def _plain(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> lis
     return [UNREACHED if left else begin for left, begin in zip(missing, start, strict=True)]
 
 
-def _kernel(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:  # noqa: C901 - one pass, to be compiled
+def _compiled(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:  # noqa: C901 - one pass, to be compiled
     edges = len(source)
     first = np.zeros(nodes + 1, np.int32)
     missing = np.zeros(nodes, np.int32)

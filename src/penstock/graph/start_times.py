@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from penstock.graph.jit import compiled
-from penstock.graph.longest_path import worth_compiling
+from penstock.graph.jit import jit
+from penstock.graph.longest_path import should_compile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,20 +41,20 @@ class Order:
     edge: Ints
 
 
-def in_order(nodes: int, source: AnyInts, target: AnyInts) -> Order | None:
+def topological_order(nodes: int, source: AnyInts, target: AnyInts) -> Order | None:
     """Sort a graph; None if it has a cycle. O(nodes + edges)."""
-    sort = compiled(_sort) if worth_compiling(len(source)) else _sort_plainly
+    sort = jit(_sort) if should_compile(len(source)) else _sort_interpreted
     reached, *arrays = sort(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32))
     return Order(*arrays) if reached == nodes else None
 
 
-def starts(order: Order, duration: Floats, delay: Floats, release: Floats) -> tuple[Floats, Ints]:
+def start_times(order: Order, duration: Floats, delay: Floats, release: Floats) -> tuple[Floats, Ints]:
     """When each node starts, as soon as it can, and the edge that it waited for longest.
 
     A node starts when all that it waits for has ended, each the delay of its edge ago, and not before its own release.
     Of several that it waited for equally long the first edge counts. O(nodes + edges).
     """
-    walk = compiled(_walk) if worth_compiling(len(order.source)) else _walk_plainly
+    walk = jit(_walk) if should_compile(len(order.source)) else _walk_interpreted
     start, critical = walk(order.nodes, order.first, order.source, order.edge, duration, delay, release)
     return start, critical
 
@@ -91,9 +91,9 @@ def _sort(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints
                 end += 1
     first = np.zeros(nodes + 1, np.int32)
     slot_of = np.zeros(nodes, np.int32)
-    for place in range(end):
-        slot_of[order[place]] = first[place]
-        first[place + 1] = first[place] + count[order[place]]
+    for position in range(end):
+        slot_of[order[position]] = first[position]
+        first[position + 1] = first[position] + count[order[position]]
     by_target = np.empty(edges, np.int32)
     number = np.empty(edges, np.int32)
     if end == nodes:
@@ -105,7 +105,7 @@ def _sort(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints
     return end, order, first, by_target, number
 
 
-def _sort_plainly(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints, Ints]:
+def _sort_interpreted(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints, Ints]:
     """The same over lists, which are faster than arrays where nothing is compiled."""
     after: list[list[int]] = [[] for _ in range(nodes)]
     for node, other in zip(source.tolist(), target.tolist(), strict=True):
@@ -117,9 +117,9 @@ def _sort_plainly(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, In
             left = missing[other] = missing[other] - 1
             if not left:
                 order.append(other)
-    place = np.zeros(nodes, np.int64)
-    place[order] = np.arange(len(order))
-    edge = np.argsort(place[target], kind="stable").astype(np.int32)
+    position = np.zeros(nodes, np.int64)
+    position[order] = np.arange(len(order))
+    edge = np.argsort(position[target], kind="stable").astype(np.int32)
     nodes_in_order = np.array(order, np.int32)
     first = np.append(0, np.cumsum(count[nodes_in_order])).astype(np.int32)
     return len(order), nodes_in_order, first, source[edge], edge
@@ -130,10 +130,10 @@ def _walk(
 ) -> tuple[Floats, Ints]:
     start = release.copy()
     critical = np.full(len(nodes), NOTHING, np.int32)
-    for place in range(len(nodes)):
-        node = nodes[place]
+    for position in range(len(nodes)):
+        node = nodes[position]
         latest, which = start[node], NOTHING
-        for slot in range(first[place], first[place + 1]):
+        for slot in range(first[position], first[position + 1]):
             when = start[source[slot]] + duration[source[slot]] + delay[edge[slot]]
             if when > latest or (which == NOTHING and when == latest):
                 latest, which = when, edge[slot]
@@ -142,7 +142,7 @@ def _walk(
     return start, critical
 
 
-def _walk_plainly(
+def _walk_interpreted(
     nodes: Ints, first: Ints, source: Ints, edge: Ints, duration: Floats, delay: Floats, release: Floats
 ) -> tuple[Floats, Ints]:
     """The same over lists, which are faster than arrays where nothing is compiled."""
@@ -150,9 +150,9 @@ def _walk_plainly(
     critical = [NOTHING] * len(start)
     bounds, sources, edges = first.tolist(), source.tolist(), edge.tolist()
     lasts, delays = duration.tolist(), delay.tolist()
-    for place, node in enumerate(nodes.tolist()):
+    for position, node in enumerate(nodes.tolist()):
         latest, which = start[node], NOTHING
-        for slot in range(bounds[place], bounds[place + 1]):
+        for slot in range(bounds[position], bounds[position + 1]):
             before = sources[slot]
             when = start[before] + lasts[before] + delays[edges[slot]]
             if when > latest or (which == NOTHING and when == latest):

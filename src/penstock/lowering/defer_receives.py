@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.action_table import NOWHERE
-from penstock.graph.array_blocks import blocks, together, whole_rows
+from penstock.graph.action_table import NONE
+from penstock.graph.array_blocks import blocks, concatenate, row_blocks
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
 from penstock.ir.actions import LARGEST_INDEX
@@ -16,13 +16,13 @@ from penstock.ir.numbers import whole_number
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
     from penstock.ir.schedule import Schedule
 
 _SENDS: Final = tuple(transfer.send for transfer in TRANSFERS)
 
 
-def defer_receives(schedule: Schedule | Leaves, look_ahead: int | None = None) -> Schedule:
+def defer_receives(schedule: Schedule | ActionTable, look_ahead: int | None = None) -> Schedule:
     """Every receive right before the action that needs it; or as many uses earlier as ``look_ahead`` says.
 
     Without ``look_ahead`` the lower rank of a pair posts its receives before it sends to the other, lest both wait to
@@ -38,29 +38,29 @@ def defer_receives(schedule: Schedule | Leaves, look_ahead: int | None = None) -
 
 
 def in_time(
-    schedule: Schedule | Leaves, turns: Places | None, look_ahead: int | None = None
-) -> tuple[Schedule, Places | None]:
+    schedule: Schedule | ActionTable, turns: Positions | None, look_ahead: int | None = None
+) -> tuple[Schedule, Positions | None]:
     """As ``defer_receives``; and if the turns are known in which the actions happen, see ``in_turns``, those as well.
 
     A transfer that happened before its receive is posted now happens right after the action before that.
     """
     if look_ahead is not None:
         look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
-    leaves = taken_apart(schedule)
-    order = np.empty(len(leaves), np.int32)
+    actions = taken_apart(schedule)
+    order = np.empty(len(actions), np.int32)
     later = None if turns is None else turns.copy()
-    for ranks in whole_rows(leaves.offsets.tolist()):
-        rows = _Rows.of(leaves, slice(int(leaves.offsets[ranks.start]), int(leaves.offsets[ranks.stop])))
-        place, in_place = rows.places(look_ahead)
-        order[rows.within] = rows.order(place, in_place)
+    for ranks in row_blocks(actions.offsets.tolist()):
+        rows = _Rows.of(actions, slice(int(actions.offsets[ranks.start]), int(actions.offsets[ranks.stop])))
+        position, in_place = rows.positions(look_ahead)
+        order[rows.within] = rows.order(position, in_place)
         if later is not None:
-            rows.postpone(place, later)
-    deferred = leaves.schedule.with_codes(_in_order(leaves.codes, order), leaves.offsets)
+            rows.postpone(position, later)
+    deferred = actions.schedule.with_codes(_in_order(actions.codes, order), actions.offsets)
     return deferred, None if later is None else _in_order(later, order)
 
 
-def _in_order(numbers: Places, order: Places) -> Places:
-    return together([numbers[order[block]] for block in blocks(len(order))])
+def _in_order(numbers: Positions, order: Positions) -> Positions:
+    return concatenate([numbers[order[block]] for block in blocks(len(order))])
 
 
 class _Rows(NamedTuple):
@@ -69,75 +69,75 @@ class _Rows(NamedTuple):
     Places are counted from the first action of these ranks.
 
     Attributes:
-        leaves: the actions of all ranks.
+        actions: the actions of all ranks.
         within: those of these ranks.
         receive: where the receives are.
         user: the action that uses each.
-        send: its other side, as a place in ``leaves``.
+        send: its other side, as a position in ``actions``.
     """
 
-    leaves: Leaves
+    actions: ActionTable
     within: slice
-    receive: Places
-    user: Places
-    send: Places
+    receive: Positions
+    user: Positions
+    send: Positions
 
     @classmethod
-    def of(cls, leaves: Leaves, within: slice) -> _Rows:
+    def of(cls, actions: ActionTable, within: slice) -> _Rows:
         """The ranks whose actions these are."""
         receives, users, sends = [], [], []
         for transfer in TRANSFERS:
-            mine = leaves.are_between(transfer.receive, within.start, within.stop)
-            slots = leaves.slots_at(mine)
-            user = leaves.table_of_any(transfer.needed_by)[slots]
-            good = ((user > mine) & (leaves.rank[user] == leaves.rank[mine])).nonzero()[0]
+            mine = actions.positions_between(transfer.receive, within.start, within.stop)
+            slots = actions.slots_at(mine)
+            user = actions.first_table(transfer.needed_by)[slots]
+            good = ((user > mine) & (actions.rank[user] == actions.rank[mine])).nonzero()[0]
             receives.append(mine[good] - within.start)
             users.append(user[good] - within.start)
-            sends.append(leaves.table(transfer.send)[slots[good] - transfer.stage_offset * leaves.stride])
-        return cls(leaves, within, np.concatenate(receives), np.concatenate(users), np.concatenate(sends))
+            sends.append(actions.table(transfer.send)[slots[good] - transfer.stage_offset * actions.stride])
+        return cls(actions, within, np.concatenate(receives), np.concatenate(users), np.concatenate(sends))
 
     @property
-    def rank(self) -> Places:
+    def rank(self) -> Positions:
         """The rank of every action."""
-        return np.asarray(self.leaves.rank[self.within])
+        return np.asarray(self.actions.rank[self.within])
 
-    def places(self, look_ahead: int | None) -> tuple[Places, Places]:
+    def positions(self, look_ahead: int | None) -> tuple[Positions, Positions]:
         """Before which action each receive comes; and what decides between several that come before the same one."""
-        cell, every = self.leaves.cell[self.within], np.arange(len(self.rank))
+        cell, every = self.actions.cell[self.within], np.arange(len(self.rank))
         first_of_cell = np.maximum.accumulate(np.append(True, cell[1:] != cell[:-1])[: len(every)] * every)
         if look_ahead:
             wanted = self._ahead(look_ahead)
             return np.maximum(first_of_cell[wanted], self.receive), self.receive
-        place = first_of_cell[self.user]
+        position = first_of_cell[self.user]
         if look_ahead == 0:
-            return place, self.user
+            return position, self.user
         flushed = self._next_send_to_a_higher_rank()[self.receive]
-        return np.minimum(place, flushed), np.where(flushed <= place, self.receive, self.user)
+        return np.minimum(position, flushed), np.where(flushed <= position, self.receive, self.user)
 
-    def order(self, place: Places, in_place: Places) -> Places:
-        """Where what comes now stood, one action after the other, in ``leaves``."""
+    def order(self, position: Positions, in_place: Positions) -> Positions:
+        """Where what comes now stood, one action after the other, in ``actions``."""
         count = len(self.rank)
         stays = np.ones(count, bool)
         stays[self.receive] = False
         ahead = stays.cumsum() - stays  # how many stand before each place and stay
-        by_place = stable_order(place * count + in_place)
-        arrives = ahead[place[by_place]] + np.arange(len(by_place))
+        by_place = stable_order(position * count + in_place)
+        arrives = ahead[position[by_place]] + np.arange(len(by_place))
         order, others = np.empty(count, np.int64), np.ones(count, bool)
         others[arrives] = False
         order[arrives], order[others] = self.receive[by_place], stays.nonzero()[0]
         return np.asarray(order + self.within.start)
 
-    def postpone(self, place: Places, turns: Places) -> None:
+    def postpone(self, position: Positions, turns: Positions) -> None:
         """Let the turn of each transfer be behind that of the action before which its receive was moved away."""
-        blocking = ~packed.kind_mask(TRANSFER_TYPES).take(self.leaves.kind[self.within])
-        last = np.maximum.accumulate(np.where(blocking, np.arange(len(blocking)), NOWHERE))
-        ahead = np.append(NOWHERE, last)[place]
-        known = ((ahead != NOWHERE) & (self.rank[ahead] == self.rank[self.receive])).nonzero()[0]
+        blocking = ~packed.kind_mask(TRANSFER_TYPES).take(self.actions.kind[self.within])
+        last = np.maximum.accumulate(np.where(blocking, np.arange(len(blocking)), NONE))
+        ahead = np.append(NONE, last)[position]
+        known = ((ahead != NONE) & (self.rank[ahead] == self.rank[self.receive])).nonzero()[0]
         receive, send = self.receive[known] + self.within.start, self.send[known]
         turns[receive] = np.maximum(turns[receive], turns[self.within][ahead[known]] + 1)
         turns[send] = turns[receive]
 
-    def _ahead(self, look_ahead: int) -> Places:
+    def _ahead(self, look_ahead: int) -> Positions:
         """Before which use each receive is posted: that of the receive so many uses earlier on its rank, or none."""
         order = stable_order(self.user)
         user = self.user[order]
@@ -148,23 +148,23 @@ class _Rows(NamedTuple):
         wanted[order] = posted
         return wanted
 
-    def _next_send_to_a_higher_rank(self) -> Places:
+    def _next_send_to_a_higher_rank(self) -> Positions:
         """For each receive from a higher rank the next send to it, or beyond the end."""
-        leaves, rank, kind = self.leaves, self.rank, self.leaves.kind[self.within]
-        peer = np.full(len(rank), NOWHERE, np.int32)
+        actions, rank, kind = self.actions, self.rank, self.actions.kind[self.within]
+        peer = np.full(len(rank), NONE, np.int32)
         for transfer in TRANSFERS:
             for type_, offset in ((transfer.send, transfer.stage_offset), (transfer.receive, -transfer.stage_offset)):
                 mine = (kind == packed.TYPE_NUMBER[type_]).nonzero()[0]
-                other = leaves.stages_at(mine + self.within.start) + offset
-                peer[mine] = leaves.home[np.clip(other, NOWHERE, leaves.stages)]
+                other = actions.stages_at(mine + self.within.start) + offset
+                peer[mine] = actions.rank_of_stage[np.clip(other, NONE, actions.stages)]
         higher = (peer > rank).nonzero()[0]
-        pair = (rank[higher] - rank[:1]).astype(np.int64) * leaves.schedule.ranks + peer[higher]
+        pair = (rank[higher] - rank[:1]).astype(np.int64) * actions.schedule.ranks + peer[higher]
         order = stable_order(pair)
         higher, pair = higher[order], pair[order]
         sends = packed.kind_mask(_SENDS).take(kind[higher])
         number = np.where(sends, np.arange(len(sends)), len(sends))
         following = np.minimum.accumulate(number[::-1])[::-1]
-        same = np.append(pair, NOWHERE)[following] == pair
+        same = np.append(pair, NONE)[following] == pair
         flushed = np.full(len(rank), len(rank))
         flushed[higher] = np.where(same, np.append(higher, len(rank))[following], len(rank))
         return flushed

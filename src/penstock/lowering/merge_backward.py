@@ -11,11 +11,11 @@ from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.action_table import Leaves
+    from penstock.graph.action_table import ActionTable
     from penstock.ir.schedule import Schedule
 
 
-def merge_backward(schedule: Schedule | Leaves) -> Schedule:
+def merge_backward(schedule: Schedule | ActionTable) -> Schedule:
     """An I directly followed by the W of the same stage and microbatch becomes a B; idle steps between do not count.
 
     O(n).
@@ -24,9 +24,9 @@ def merge_backward(schedule: Schedule | Leaves) -> Schedule:
     >>> merge_backward(Schedule([["0F0", "0F1", "0I0", None, "0W0", "0I1"]])).actions[0]
     (0F0, 0F1, 0B0, 0I1)
     """
-    leaves = taken_apart(schedule)
-    codes, rank = leaves.codes, leaves.rank
-    inputs = leaves.are(BACKWARD_INPUT)
+    actions = taken_apart(schedule)
+    codes, rank = actions.codes, actions.rank
+    inputs = actions.positions_of(BACKWARD_INPUT)
     inputs = inputs[inputs < len(codes) - 1]
     follows = packed.change_kind(codes[inputs], BACKWARD_INPUT, BACKWARD_WEIGHT) == codes[inputs + 1]
     alone = ~packed.is_joined(codes[inputs]) & ~packed.is_joined(codes[np.minimum(inputs + 2, len(codes) - 1)])
@@ -34,4 +34,4 @@ def merge_backward(schedule: Schedule | Leaves) -> Schedule:
     merged, kept = codes.copy(), np.ones(len(codes), bool)
     merged[inputs] = packed.change_kind(codes[inputs], BACKWARD_INPUT, FULL_BACKWARD)
     kept[inputs + 1] = False
-    return leaves.schedule.with_codes(merged[kept], leaves.offsets - (inputs + 1).searchsorted(leaves.offsets))
+    return actions.schedule.with_codes(merged[kept], actions.offsets - (inputs + 1).searchsorted(actions.offsets))

@@ -27,10 +27,10 @@ from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, ve
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
     from penstock.ir.actions import ComputationType
 
-    Pass = Callable[[Leaves, Places | None], tuple[Schedule, Places | None]]
+    Pass = Callable[[ActionTable, Positions | None], tuple[Schedule, Positions | None]]
 
 WITHOUT_LANES: Final = CommModel(buffering="rendezvous", lanes="message")
 
@@ -79,9 +79,9 @@ def lower(
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
     # That the compute actions do not wait in a circle is proved when they take turns, with their transfers.
-    leaves, turns = taken_apart(verify_structure(schedule)), None
+    actions, turns = taken_apart(verify_structure(schedule)), None
     if merge_backward:
-        leaves = verify_structure(merged(leaves))
+        actions = verify_structure(merged(actions))
     for lowering in _lowerings(
         max_active_stages=max_active_stages if unshard else None,
         reduce=reduce,
@@ -89,12 +89,12 @@ def lower(
         look_ahead=look_ahead,
     ):
         try:
-            lowered, turns = lowering.run(leaves, turns)
+            lowered, turns = lowering.run(actions, turns)
         except ScheduleError:
             verify(schedule)  # the compute actions wait in a circle, most likely: then this shows it
             raise
-        leaves = verify_change(leaves, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
-    return leaves.schedule
+        actions = verify_change(actions, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
+    return actions.schedule
 
 
 class _Lowering(NamedTuple):
@@ -119,10 +119,10 @@ def _lowerings(
         yield _Lowering(_unwitnessed(unsharded), frozenset({UNSHARD, RESHARD}))
     if reduce:
         yield _Lowering(_unwitnessed(reduce_gradients), frozenset({REDUCE_GRAD}))
-    yield _Lowering(lambda leaves, _: in_turns(leaves), frozenset(TRANSFER_TYPES))
+    yield _Lowering(lambda actions, _: in_turns(actions), frozenset(TRANSFER_TYPES))
     if defer_receives:
         yield _Lowering(partial(in_time, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
 
 
-def _unwitnessed(run: Callable[[Leaves], Schedule]) -> Pass:
-    return lambda leaves, _: (run(leaves), None)
+def _unwitnessed(run: Callable[[ActionTable], Schedule]) -> Pass:
+    return lambda actions, _: (run(actions), None)

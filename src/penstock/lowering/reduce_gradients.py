@@ -9,18 +9,18 @@ from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD
 from penstock.lowering.rows import cell_ends, inserted, last_of_each_stage, taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.action_table import Leaves
+    from penstock.graph.action_table import ActionTable
     from penstock.ir.schedule import Schedule
 
 
-def reduce_gradients(schedule: Schedule | Leaves) -> Schedule:
+def reduce_gradients(schedule: Schedule | ActionTable) -> Schedule:
     """A REDUCE_GRAD of each stage right after its last B or W; after the whole overlap if that is in one.
 
     >>> from penstock.ir.schedule import Schedule
     >>> reduce_gradients(Schedule([["0F0", "1F0", "1B0", "0I0", "0W0"]])).actions[0]
     (0F0, 1F0, 1B0, 1REDUCE_GRAD, 0I0, 0W0, 0REDUCE_GRAD)
     """
-    leaves = taken_apart(schedule)
-    last = last_of_each_stage(leaves, leaves.are(FULL_BACKWARD, BACKWARD_WEIGHT))
-    reductions = packed.pack(leaves.stage[last], REDUCE_GRAD, None)
-    return inserted(leaves, cell_ends(leaves, last), reductions, leaves.rank[last])
+    actions = taken_apart(schedule)
+    last = last_of_each_stage(actions, actions.positions_of(FULL_BACKWARD, BACKWARD_WEIGHT))
+    reductions = packed.pack(actions.stage[last], REDUCE_GRAD, None)
+    return inserted(actions, cell_ends(actions, last), reductions, actions.rank[last])

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.graph.action_table import NOWHERE, Leaves
+from penstock.graph.action_table import NONE, ActionTable
 from penstock.ir import packed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.graph.action_table import Places
+    from penstock.graph.action_table import Positions
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 
 
-def taken_apart(schedule: Schedule | Leaves) -> Leaves:
+def taken_apart(schedule: Schedule | ActionTable) -> ActionTable:
     """The actions of a schedule without its idle steps; as they are if somebody has taken it apart already."""
-    leaves = schedule if isinstance(schedule, Leaves) else Leaves(schedule)
-    if len(leaves) == len(leaves.schedule.codes):
-        return leaves
-    return Leaves(rebuilt(leaves.schedule, leaves.codes, leaves.rank))
+    actions = schedule if isinstance(schedule, ActionTable) else ActionTable(schedule)
+    if len(actions) == len(actions.schedule.codes):
+        return actions
+    return ActionTable(rebuilt(actions.schedule, actions.codes, actions.rank))
 
 
 def ranks_of(schedule: Schedule) -> NDArray[np.int64]:
@@ -41,27 +41,27 @@ def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[An
     return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1, dtype=ranks.dtype)))
 
 
-def inserted(leaves: Leaves, places: Places, codes: Codes, ranks: Places) -> Schedule:
+def inserted(actions: ActionTable, positions: Positions, codes: Codes, ranks: Positions) -> Schedule:
     """The same schedule with more actions: each before the one at its place, on its rank; they come in order."""
-    schedule, after = leaves.schedule, places + np.arange(len(places))
-    stays = np.ones(len(leaves) + len(places), bool)
+    schedule, after = actions.schedule, positions + np.arange(len(positions))
+    stays = np.ones(len(actions) + len(positions), bool)
     stays[after] = False
     every = np.empty(len(stays), np.int64)
-    every[after], every[stays] = codes, leaves.codes
+    every[after], every[stays] = codes, actions.codes
     return schedule.with_codes(every, schedule.offsets + ranks.searchsorted(np.arange(schedule.ranks + 1)))
 
 
-def cell_ends(leaves: Leaves, places: Places) -> Places:
+def cell_ends(actions: ActionTable, positions: Positions) -> Positions:
     """Where the cell of each of these places ends: behind the whole of an overlap."""
-    return np.asarray(leaves.cell.searchsorted(leaves.cell[places], side="right"))
+    return np.asarray(actions.cell.searchsorted(actions.cell[positions], side="right"))
 
 
-def last_of_each_stage(leaves: Leaves, places: Places) -> Places:
+def last_of_each_stage(actions: ActionTable, positions: Positions) -> Positions:
     """The last of these places for every stage that they are of, in order."""
-    stage = leaves.stages_at(places)
-    if not leaves.all_in_range:  # numbers far apart would not fit into a table
+    stage = actions.stages_at(positions)
+    if not actions.all_in_range:  # numbers far apart would not fit into a table
         _, from_the_end = np.unique(stage[::-1], return_index=True)
-        return np.sort(places[::-1][from_the_end])
-    last = np.full(leaves.stages, NOWHERE, np.int64)
-    last[stage] = places  # of several the last stays
-    return np.sort(last[last != NOWHERE])
+        return np.sort(positions[::-1][from_the_end])
+    last = np.full(actions.stages, NONE, np.int64)
+    last[stage] = positions  # of several the last stays
+    return np.sort(last[last != NONE])

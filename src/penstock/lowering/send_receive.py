@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.action_table import NOWHERE
-from penstock.graph.array_blocks import blocks, number_type, together, whole_rows
+from penstock.graph.action_table import NONE
+from penstock.graph.array_blocks import blocks, concatenate, index_dtype, row_blocks
 from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.graph.sorting import order_by, stable_order
 from penstock.ir import packed
@@ -16,7 +16,7 @@ from penstock.ir.dependencies import TRANSFERS
 from penstock.lowering.rows import taken_apart
 
 if TYPE_CHECKING:
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 
@@ -46,21 +46,21 @@ def send_receive(schedule: Schedule) -> Schedule:
     return in_turns(schedule)[0]
 
 
-def in_turns(schedule: Schedule | Leaves) -> tuple[Schedule, Places]:
+def in_turns(schedule: Schedule | ActionTable) -> tuple[Schedule, Positions]:
     """As ``send_receive``, and of every action when its turn is: whatever it waits for has an earlier one.
 
     A send and its receive have one turn, and so have the sub-actions of an overlap.
     """
-    leaves = taken_apart(schedule)
-    rounds, transfers = _rounds(leaves), _transfers(leaves)
-    offsets = leaves.offsets + transfers.sent + transfers.received
-    latest = (int(rounds.max(initial=0)) + 1) * leaves.schedule.ranks * (transfers.most_at_once + 1)
+    actions = taken_apart(schedule)
+    rounds, transfers = _rounds(actions), _transfers(actions)
+    offsets = actions.offsets + transfers.sent + transfers.received
+    latest = (int(rounds.max(initial=0)) + 1) * actions.schedule.ranks * (transfers.most_at_once + 1)
     codes = np.empty(offsets[-1], np.int64)
     turns = np.empty(offsets[-1], np.int32 if latest <= np.iinfo(np.int32).max else np.int64)
-    for ranks in whole_rows(offsets.tolist()):
+    for ranks in row_blocks(offsets.tolist()):
         within = slice(offsets[ranks.start], offsets[ranks.stop])
-        codes[within], turns[within] = _rows(leaves, rounds, transfers, ranks)
-    return leaves.schedule.with_codes(codes, offsets), turns
+        codes[within], turns[within] = _rows(actions, rounds, transfers, ranks)
+    return actions.schedule.with_codes(codes, offsets), turns
 
 
 class _Transfers(NamedTuple):
@@ -76,55 +76,55 @@ class _Transfers(NamedTuple):
         received: the same for what they receive.
     """
 
-    made: Places
-    number: Places | int
+    made: Positions
+    number: Positions | int
     most_at_once: int
-    receiver: Places
-    by_receiver: Places
-    sent: Places
-    received: Places
+    receiver: Positions
+    by_receiver: Positions
+    sent: Positions
+    received: Positions
 
 
-def _transfers(leaves: Leaves) -> _Transfers:
+def _transfers(actions: ActionTable) -> _Transfers:
     makers, receivers = [], []
-    for block in blocks(len(leaves)):
-        made = packed.kind_mask(_MAKERS).take(leaves.kind[block]).nonzero()[0] + block.start
-        if not leaves.all_in_range:
-            made = made[leaves.in_range[made]]
-        receiver = leaves.home[leaves.stages_at(made) + _STAGE_OFFSET[leaves.kind[made]]]
-        away = ((receiver != leaves.rank[made]) & (receiver != NOWHERE)).nonzero()[0]
-        makers.append(made[away].astype(number_type(len(leaves)), copy=False))
+    for block in blocks(len(actions)):
+        made = packed.kind_mask(_MAKERS).take(actions.kind[block]).nonzero()[0] + block.start
+        if not actions.all_in_range:
+            made = made[actions.in_range[made]]
+        receiver = actions.rank_of_stage[actions.stages_at(made) + _STAGE_OFFSET[actions.kind[made]]]
+        away = ((receiver != actions.rank[made]) & (receiver != NONE)).nonzero()[0]
+        makers.append(made[away].astype(index_dtype(len(actions)), copy=False))
         receivers.append(receiver[away])
-    made, receiver = together(makers), together(receivers)
-    received = np.zeros(len(leaves.offsets), np.int64)
-    np.bincount(receiver, minlength=leaves.schedule.ranks).cumsum(out=received[1:])
-    sent, order = made.searchsorted(leaves.offsets), stable_order(receiver)
-    if leaves.cells == len(leaves):
+    made, receiver = concatenate(makers), concatenate(receivers)
+    received = np.zeros(len(actions.offsets), np.int64)
+    np.bincount(receiver, minlength=actions.schedule.ranks).cumsum(out=received[1:])
+    sent, order = made.searchsorted(actions.offsets), stable_order(receiver)
+    if actions.cells == len(actions):
         return _Transfers(made, 0, 1, receiver, order, sent, received)
-    first = np.append(True, leaves.cell[1:] != leaves.cell[:-1]).nonzero()[0]  # of each cell
-    most_at_once = int(np.bincount(leaves.cell).max())
-    return _Transfers(made, made - first[leaves.cell[made]], most_at_once, receiver, order, sent, received)
+    first = np.append(True, actions.cell[1:] != actions.cell[:-1]).nonzero()[0]  # of each cell
+    most_at_once = int(np.bincount(actions.cell).max())
+    return _Transfers(made, made - first[actions.cell[made]], most_at_once, receiver, order, sent, received)
 
 
-def _rows(leaves: Leaves, rounds: Places, transfers: _Transfers, ranks: slice) -> tuple[Codes, Places]:
+def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks: slice) -> tuple[Codes, Positions]:
     """The rows of these ranks, one after the other, with their transfers in place; and when the turn of each is."""
     own, sent, received = (
         slice(bounds[ranks.start], bounds[ranks.stop])
-        for bounds in (leaves.offsets, transfers.sent, transfers.received)
+        for bounds in (actions.offsets, transfers.sent, transfers.received)
     )
     made_here, coming = transfers.made[sent], transfers.by_receiver[received]
     made_there = transfers.made[coming]
     place_of = np.concatenate([np.arange(own.start, own.stop), made_here, made_there])
     # In one turn: first the actions, then what they send, part by part.
-    turns = rounds[leaves.cell[place_of]] * leaves.schedule.ranks + leaves.rank[place_of]
+    turns = rounds[actions.cell[place_of]] * actions.schedule.ranks + actions.rank[place_of]
     turns *= transfers.most_at_once + 1
     turns[own.stop - own.start :] += 1
     if not isinstance(transfers.number, int):
         turns[own.stop - own.start :] += np.concatenate([transfers.number[sent], transfers.number[coming]])
     order = order_by(
-        np.concatenate([leaves.rank[own], leaves.rank[made_here], transfers.receiver[coming]]) - ranks.start, turns
+        np.concatenate([actions.rank[own], actions.rank[made_here], transfers.receiver[coming]]) - ranks.start, turns
     )
-    codes = [leaves.codes[own], _sends(leaves.codes[made_here]), _receives(leaves.codes[made_there])]
+    codes = [actions.codes[own], _sends(actions.codes[made_here]), _receives(actions.codes[made_there])]
     return np.concatenate(codes)[order], turns[order]
 
 
@@ -139,18 +139,18 @@ def _receives(made: Codes) -> Codes:
     return packed.shift_stages(packed.with_kinds(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
 
 
-def _rounds(leaves: Leaves) -> Places:
+def _rounds(actions: ActionTable) -> Positions:
     """The round in which every cell gets its turn."""
-    behind = np.ones(leaves.cells, bool)  # another cell of the same rank
-    behind[leaves.cell[leaves.offsets[leaves.offsets > 0] - 1]] = False
+    behind = np.ones(actions.cells, bool)  # another cell of the same rank
+    behind[actions.cell[actions.offsets[actions.offsets > 0] - 1]] = False
     earlier = behind.nonzero()[0]
-    consumer, producer = leaves.inputs_from_elsewhere()
+    consumer, producer = actions.remote_inputs()
     # Within a round the lower rank comes first: what it makes, a higher one may use in the same round.
     rounds = longest_path(
-        leaves.cells,
-        np.concatenate([earlier, leaves.cell[producer]], dtype=np.int32),
-        np.concatenate([earlier + 1, leaves.cell[consumer]], dtype=np.int32),
-        np.concatenate([np.ones(len(earlier), bool), leaves.rank[producer] > leaves.rank[consumer]]).view(np.int8),
+        actions.cells,
+        np.concatenate([earlier, actions.cell[producer]], dtype=np.int32),
+        np.concatenate([earlier + 1, actions.cell[consumer]], dtype=np.int32),
+        np.concatenate([np.ones(len(earlier), bool), actions.rank[producer] > actions.rank[consumer]]).view(np.int8),
     )
     if (rounds == UNREACHED).any():
         raise ScheduleError("some action waits for ever, so there is no order for its transfers; check the schedule")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.graph.action_table import NOWHERE
+from penstock.graph.action_table import NONE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,10 +50,10 @@ def extent_of(flow: Flow, costs: Costs, start: Floats, duration: Floats) -> Exte
     others = flow.others if costs.dispatch else flow.others[duration[flow.others] > 0]
     firsts = np.concatenate([flow.first_compute, flow.last_of_ranks(others[::-1])])
     lasts = np.stack([flow.last_compute, flow.last_of_ranks(others)])
-    if (firsts == NOWHERE).all():
+    if (firsts == NONE).all():
         return Extent(0.0, np.zeros(flow.ranks), np.zeros(flow.ranks))
-    origin = float(start[firsts[firsts != NOWHERE]].min())
-    ends = np.where(lasts == NOWHERE, origin, start[lasts] + duration[lasts]).max(axis=0)  # a rank runs in order
+    origin = float(start[firsts[firsts != NONE]].min())
+    ends = np.where(lasts == NONE, origin, start[lasts] + duration[lasts]).max(axis=0)  # a rank runs in order
     return Extent(origin, _begins(flow, costs, start, duration, origin) - origin, ends - origin)
 
 
@@ -61,5 +61,5 @@ def _begins(flow: Flow, costs: Costs, start: Floats, duration: Floats, origin: f
     """When each rank begins, if it does what comes before its first compute action just in time."""
     first, ahead = flow.first_compute, flow.ahead
     before = np.bincount(flow.rank[ahead], duration[ahead], flow.ranks)
-    before = before + costs.dispatch * (first - flow.leaves.first_cell[:-1])
-    return np.where(first == NOWHERE, origin, start[first] - before)
+    before = before + costs.dispatch * (first - flow.actions.first_cell[:-1])
+    return np.where(first == NONE, origin, start[first] - before)

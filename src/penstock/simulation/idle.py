@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.action_table import NOWHERE
+from penstock.graph.action_table import NONE
 from penstock.graph.start_times import NOTHING
 from penstock.ir.actions import COMPUTE
 from penstock.ir.dependencies import TRANSFERS
@@ -125,8 +125,8 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
     for number, cell in enumerate(runs[late].tolist()):
         rank, before = int(flow.rank[cell]), timeline.spans[cell].action
         maker = int(makers[number])
-        action, source = (timeline.spans[maker].action, int(flow.rank[maker])) if maker != NOWHERE else (None, None)
-        word = "activation" if maker != NOWHERE and flow.is_forward[timeline.critical[cell]] else "gradient"
+        action, source = (timeline.spans[maker].action, int(flow.rank[maker])) if maker != NONE else (None, None)
+        word = "activation" if maker != NONE and flow.is_forward[timeline.critical[cell]] else "gradient"
         bounds = [float(moment[number]) - origin for moment in moments]
         until = float(ordered[number]) - origin
         causes = ("step", "dispatch", word, "unsent", "lane", "transfer", "lane")
@@ -167,30 +167,30 @@ def _may_begin(timeline: Timeline, cells: Ints) -> tuple[Floats, Floats]:
     """When the step before has ended for each of these cells, and when its rank has got to it."""
     flow, node_end = timeline.flow, timeline.node_start + timeline.node_duration
     stepped, started = np.zeros(flow.nodes), flow.releases(timeline.costs)
-    into_step = np.flatnonzero(flow.begins != NOWHERE)
+    into_step = np.flatnonzero(flow.begins != NONE)
     np.maximum.at(stepped, flow.target[into_step], node_end[flow.source[into_step]])
-    own = np.flatnonzero((flow.reason == PROGRAM) | (flow.begins != NOWHERE))
+    own = np.flatnonzero((flow.reason == PROGRAM) | (flow.begins != NONE))
     np.maximum.at(started, flow.target[own], node_end[flow.source[own]] + flow.delays(timeline.costs)[own])
     return stepped[cells], started[cells]
 
 
 def _makers(timeline: Timeline, sent: Ints) -> Ints:
     """The cells that make what is sent in these cells."""
-    leaves = timeline.flow.leaves
-    sends = timeline.flow.first_leaf[sent]
-    maker = np.full(len(sends), NOWHERE, np.int64)
+    actions = timeline.flow.actions
+    sends = timeline.flow.first_action[sent]
+    maker = np.full(len(sends), NONE, np.int64)
     for transfer in TRANSFERS:
-        mine = np.flatnonzero(leaves.is_kind(sends, transfer.send))
-        maker[mine] = leaves.find_any(transfer.made_by, leaves.stage[sends[mine]], leaves.microbatch[sends[mine]])
-    return np.asarray(leaves.cell[maker])
+        mine = np.flatnonzero(actions.is_kind(sends, transfer.send))
+        maker[mine] = actions.find_any(transfer.made_by, actions.stage[sends[mine]], actions.microbatch[sends[mine]])
+    return np.asarray(actions.cell[maker])
 
 
 def _sent(timeline: Timeline, edges: Ints) -> Ints:
     """The cells of the sends whose receives these edges wait for."""
     flow = timeline.flow
-    send = np.full(len(flow.leaves), NOWHERE, np.int64)
+    send = np.full(len(flow.actions), NONE, np.int64)
     send[flow.pairs.receive] = flow.pairs.send
-    return np.asarray(flow.leaves.cell[send[flow.graph.awaited[edges]]])
+    return np.asarray(flow.actions.cell[send[flow.graph.awaited[edges]]])
 
 
 def _posted(timeline: Timeline) -> Floats:
@@ -200,15 +200,15 @@ def _posted(timeline: Timeline) -> Floats:
     edges = np.flatnonzero(flow.reason[: len(flow.graph.waiting)] == POST)
     source = flow.source[edges]
     when = timeline.node_start[source] + timeline.node_duration[source] + flow.delays(timeline.costs)[edges]
-    posted[flow.leaves.cell[flow.graph.waiting[edges]]] = when
+    posted[flow.actions.cell[flow.graph.waiting[edges]]] = when
     return posted
 
 
 def _makers_of(timeline: Timeline, edges: Ints) -> Ints:
-    """The cells on other ranks that make what these edges wait for; ``NOWHERE`` if they do not wait for data."""
+    """The cells on other ranks that make what these edges wait for; ``NONE`` if they do not wait for data."""
     flow = timeline.flow
     reasons = np.append(flow.reason, NOTHING)[edges]
-    makers = np.full(len(edges), NOWHERE, np.int64)
+    makers = np.full(len(edges), NONE, np.int64)
     makers[reasons == DATA] = flow.source[edges[reasons == DATA]]
     makers[reasons == USE] = _makers(timeline, _sent(timeline, edges[reasons == USE]))
     return makers
@@ -232,13 +232,13 @@ def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:
 
 def _ready(timeline: Timeline) -> Floats:
     """When everything that a cell needs has arrived at its rank; never for what does not compute."""
-    flow, leaves = timeline.flow, timeline.flow.leaves
+    flow, actions = timeline.flow, timeline.flow.actions
     ready = np.full(flow.cells, np.inf)
-    ready[leaves.cell[leaves.are(*COMPUTE)]] = 0.0
-    waiting, awaited = leaves.inputs
-    local = leaves.rank[waiting] == leaves.rank[awaited]
-    source = leaves.cell[awaited[local]]
-    np.maximum.at(ready, leaves.cell[waiting[local]], timeline.node_start[source] + timeline.node_duration[source])
+    ready[actions.cell[actions.positions_of(*COMPUTE)]] = 0.0
+    waiting, awaited = actions.inputs
+    local = actions.rank[waiting] == actions.rank[awaited]
+    source = actions.cell[awaited[local]]
+    np.maximum.at(ready, actions.cell[waiting[local]], timeline.node_start[source] + timeline.node_duration[source])
     between, received = np.flatnonzero(flow.reason == DATA), np.flatnonzero(flow.reason == USE)
     for edges, source in ((between, flow.source[between]), (received, flow.graph.node[_sent(timeline, received)])):
         when = timeline.node_start[source] + timeline.node_duration[source] + flow.delays(timeline.costs)[edges]

@@ -47,17 +47,17 @@ def held(flow: Flow, costs: Costs) -> Held:
 
 def _changes(flow: Flow, costs: Costs) -> tuple[Floats, Floats]:
     """What every blocking cell takes when it starts, and releases when it ends."""
-    leaves, stages = flow.leaves, flow.schedule.stages
+    actions, stages = flow.actions, flow.schedule.stages
     activation, share = costs.per_stage("activation", stages), costs.per_stage("input_release", stages)
     changes = []
     releases = [(FULL_BACKWARD, activation), (BACKWARD_INPUT, activation * share)]
     releases += [(BACKWARD_WEIGHT, activation - activation * share)]
-    if not len(leaves.are(FULL_BACKWARD, BACKWARD_INPUT)):
+    if not len(actions.positions_of(FULL_BACKWARD, BACKWARD_INPUT)):
         releases = [(FORWARD, activation)]  # without a backward nothing is kept for it
     for kinds in ([(FORWARD, activation)], releases):
         change = np.zeros(flow.cells)
         for kind, amount in kinds:
-            mine = leaves.are(kind)
-            change += np.bincount(leaves.cell[mine], amount[leaves.stage[mine]], flow.cells)
+            mine = actions.positions_of(kind)
+            change += np.bincount(actions.cell[mine], amount[actions.stage[mine]], flow.cells)
         changes.append(change[flow.blocking])
     return changes[0], changes[1]

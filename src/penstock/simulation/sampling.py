@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from penstock.errors import CostsError
-from penstock.graph.start_times import starts
+from penstock.graph.start_times import start_times
 from penstock.ir.numbers import whole_number
 from penstock.simulation.costs import Costs, checked_number
 from penstock.simulation.extent import Extent, extent_of
@@ -126,7 +126,7 @@ def _listed(costs: object) -> tuple[Costs, ...]:
 
 
 def _run(flow: Flow, costs: Costs, duration: Floats, delay: Floats) -> Extent:
-    start, _ = starts(flow.order, duration, delay, flow.releases(costs))
+    start, _ = start_times(flow.order, duration, delay, flow.releases(costs))
     return extent_of(flow, costs, start, duration)
 
 

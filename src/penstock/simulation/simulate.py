@@ -6,7 +6,7 @@ from typing import Final
 
 from penstock.errors import CostsError, ModelError, ScheduleError
 from penstock.graph.comm_model import CommModel
-from penstock.graph.start_times import starts
+from penstock.graph.start_times import start_times
 from penstock.ir.numbers import whole_number
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs import Costs
@@ -47,7 +47,7 @@ def simulate(
     """
     flow, costs = prepared(schedule, costs, model, steps, synchronise=synchronise)
     duration = flow.durations(costs)
-    start, critical = starts(flow.order, duration, flow.delays(costs), flow.releases(costs))
+    start, critical = start_times(flow.order, duration, flow.delays(costs), flow.releases(costs))
     return Timeline(schedule, costs, flow, start, duration, critical)
 
 

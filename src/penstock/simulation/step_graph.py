@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.graph.action_table import NOWHERE, Leaves
+from penstock.graph.action_table import NONE, ActionTable
 from penstock.graph.comm_model import EAGER, CommModel
-from penstock.graph.events import REASONS, event_graph, matches
-from penstock.graph.start_times import Order, in_order
+from penstock.graph.events import REASONS, event_graph, pair_transfers
+from penstock.graph.start_times import Order, topological_order
 from penstock.ir import packed
 from penstock.ir.actions import (
     BACKWARD_INPUT,
@@ -34,7 +34,7 @@ from penstock.verification.check import verify, verify_structure
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.graph.events import EventGraph, Matches
+    from penstock.graph.events import EventGraph, TransferPairs
     from penstock.simulation.costs import Costs
 
     Ints = NDArray[np.signedinteger[Any]]
@@ -74,12 +74,12 @@ class Flow:
         model: how communication behaves.
         steps: how many steps are run.
         synchronise: whether every rank waits for all others at the end of a step.
-        leaves: the actions of all steps.
+        actions: the actions of all steps.
         graph: the event graph of their cells.
         source: for every edge the node that it comes from; first those of ``graph``, then those between steps.
         target: for every edge the node that it goes to.
         reason: for every edge why it is there.
-        begins: for every edge into the beginning of a step the cell that it is for, else ``NOWHERE``.
+        begins: for every edge into the beginning of a step the cell that it is for, else ``NONE``.
         order: the graph, sorted.
     """
 
@@ -87,7 +87,7 @@ class Flow:
     model: CommModel
     steps: int
     synchronise: bool
-    leaves: Leaves
+    actions: ActionTable
     graph: EventGraph
     source: Ints
     target: Ints
@@ -111,31 +111,33 @@ class Flow:
         return self.cells + self.steps * self.ranks + (self.steps if self.synchronise else 0)
 
     @cached_property
-    def first_leaf(self) -> Ints:
+    def first_action(self) -> Ints:
         """The first action of each cell."""
-        return np.flatnonzero(np.append(True, np.diff(self.leaves.cell) > 0)) if len(self.leaves) else self.leaves.cell
+        return (
+            np.flatnonzero(np.append(True, np.diff(self.actions.cell) > 0)) if len(self.actions) else self.actions.cell
+        )
 
     @cached_property
     def rank(self) -> Ints:
         """The rank of each cell."""
-        return np.asarray(self.leaves.rank[self.first_leaf])
+        return np.asarray(self.actions.rank[self.first_action])
 
     @cached_property
     def step(self) -> Ints:
         """The step of each cell."""
-        lengths = np.diff(self.leaves.first_cell) // self.steps
-        within = np.arange(self.cells) - self.leaves.first_cell[self.rank]
+        lengths = np.diff(self.actions.first_cell) // self.steps
+        within = np.arange(self.cells) - self.actions.first_cell[self.rank]
         return np.asarray(within // np.maximum(lengths[self.rank], 1))
 
     @cached_property
     def is_operation(self) -> NDArray[np.bool_]:
         """Whether each cell is a send or a receive, which its rank posts and does not wait for."""
-        return np.asarray(_IS_OPERATION[self.leaves.kind[self.first_leaf]])
+        return np.asarray(_IS_OPERATION[self.actions.kind[self.first_action]])
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
         """Whether each cell computes."""
-        return np.asarray(_IS_COMPUTE[self.leaves.kind[self.first_leaf]])
+        return np.asarray(_IS_COMPUTE[self.actions.kind[self.first_action]])
 
     @cached_property
     def blocking(self) -> Ints:
@@ -144,17 +146,17 @@ class Flow:
 
     @cached_property
     def first_compute(self) -> Ints:
-        """The first cell of each rank that computes, ``NOWHERE`` if there is none."""
+        """The first cell of each rank that computes, ``NONE`` if there is none."""
         return self.last_of_ranks(self.computing[::-1])
 
     @cached_property
     def last_compute(self) -> Ints:
-        """The last cell of each rank that computes, ``NOWHERE`` if there is none."""
+        """The last cell of each rank that computes, ``NONE`` if there is none."""
         return self.last_of_ranks(self.computing)
 
     def last_of_ranks(self, cells: Ints) -> Ints:
-        """The last of these cells for each rank, ``NOWHERE`` if it has none of them."""
-        last = np.full(self.ranks, NOWHERE, np.int64)
+        """The last of these cells for each rank, ``NONE`` if it has none of them."""
+        last = np.full(self.ranks, NONE, np.int64)
         last[self.rank[cells]] = cells  # of several the last stays
         return last
 
@@ -176,25 +178,25 @@ class Flow:
     @cached_property
     def is_forward(self) -> NDArray[np.bool_]:
         """Whether what waits along each edge of the event graph is a forward."""
-        return self.leaves.is_kind(self.graph.waiting, FORWARD)
+        return self.actions.is_kind(self.graph.waiting, FORWARD)
 
     @cached_property
-    def pairs(self) -> Matches:
+    def pairs(self) -> TransferPairs:
         """The sends and receives that belong together."""
-        return matches(self.leaves)
+        return pair_transfers(self.actions)
 
     def durations(self, costs: Costs) -> Floats:
         """How long every node takes."""
-        stages, leaves = self.schedule.stages, self.leaves
+        stages, actions = self.schedule.stages, self.actions
         times = np.zeros((len(packed.TYPE_NUMBER) + 1, stages))
         for kind, field in _TIMES.items():
             times[packed.TYPE_NUMBER[kind]] = costs.per_stage(field, stages)
         times[packed.TYPE_NUMBER[SEND_F], :-1] = costs.transfer(stages, backward=False)
         times[packed.TYPE_NUMBER[SEND_B], 1:] = costs.transfer(stages, backward=True)
-        taken = np.asarray(times[leaves.kind, leaves.stage], np.float64)
-        if len(self.first_leaf) < len(leaves):
-            parts = np.bincount(leaves.cell)
-            taken = np.asarray(np.bincount(leaves.cell, taken) * np.where(parts > 1, costs.overlap, 1.0), np.float64)
+        taken = np.asarray(times[actions.kind, actions.stage], np.float64)
+        if len(self.first_action) < len(actions):
+            parts = np.bincount(actions.cell)
+            taken = np.asarray(np.bincount(actions.cell, taken) * np.where(parts > 1, costs.overlap, 1.0), np.float64)
         optimizer = costs.per_stage("optimizer", stages)
         of_rank = np.bincount(self.schedule.placement.rank_of, optimizer, self.ranks)
         ends = np.zeros(self.steps if self.synchronise else 0)
@@ -207,7 +209,7 @@ class Flow:
         if len(between):
             awaited, waiting = self.graph.awaited[between], self.graph.waiting[between]
             backward = ~self.is_forward[between]
-            edge = np.minimum(self.leaves.stage[awaited], self.leaves.stage[waiting])
+            edge = np.minimum(self.actions.stage[awaited], self.actions.stage[waiting])
             forward_time = costs.transfer(self.schedule.stages, backward=False)
             backward_time = costs.transfer(self.schedule.stages, backward=True)
             delay[between] = np.where(backward, backward_time[edge], forward_time[edge])
@@ -220,18 +222,18 @@ class Flow:
         """How many actions a rank starts along every edge, up to the target."""
         started = np.zeros(len(self.source), np.int64)
         inner = len(self.graph.awaited)
-        cell = self.leaves.cell
+        cell = self.actions.cell
         by_program = np.flatnonzero((self.reason[:inner] == PROGRAM) | (self.reason[:inner] == POST))
         started[by_program] = cell[self.graph.waiting[by_program]] - cell[self.graph.awaited[by_program]]
-        into_step = np.flatnonzero(self.begins != NOWHERE)
+        into_step = np.flatnonzero(self.begins != NONE)
         started[into_step] = self.within_step[self.begins[into_step]] + 1
         return started
 
     @cached_property
     def within_step(self) -> Ints:
         """The number of each cell among those of its rank in its step."""
-        lengths = np.diff(self.leaves.first_cell) // self.steps
-        within: Ints = np.arange(self.cells) - self.leaves.first_cell[self.rank] - self.step * lengths[self.rank]
+        lengths = np.diff(self.actions.first_cell) // self.steps
+        within: Ints = np.arange(self.cells) - self.actions.first_cell[self.rank] - self.step * lengths[self.rank]
         return within
 
     def posts(self, costs: Costs) -> Floats:
@@ -268,17 +270,17 @@ def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise
     verify_structure(schedule)
     one_step = without_idle(schedule)
     in_each_others_way = model is not None and (model.lanes != "message" or model.capacity == 0)
-    if in_each_others_way and not Leaves(one_step).has_transfers:
+    if in_each_others_way and not ActionTable(one_step).has_transfers:
         verify(one_step)
         one_step = send_receive(one_step)  # lanes are for transfers: those that lowering would add
-    leaves = Leaves(_repeated(one_step, steps))
-    graph = event_graph(leaves, model or FREE)
-    inner = np.full(len(graph.reason), NOWHERE, np.int32)
+    actions = ActionTable(_repeated(one_step, steps))
+    graph = event_graph(actions, model or FREE)
+    inner = np.full(len(graph.reason), NONE, np.int32)
     edges = [(graph.source, graph.target, graph.reason, inner)]
     edges.append(_between_steps(graph, steps, synchronise=synchronise))
     source, target, reason, begins = (np.concatenate(arrays) for arrays in zip(*edges, strict=True))
     nodes = len(graph.node) + steps * schedule.ranks + (steps if synchronise else 0)
-    order = in_order(nodes, source, target)
+    order = topological_order(nodes, source, target)
     if order is None:
         verify(schedule, model=model or FREE)
         raise ScheduleError(f"the schedule runs once, but {steps} steps back to back deadlock (under {model or FREE})")
@@ -297,7 +299,7 @@ def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise
         order.edge,
     ):
         array.setflags(write=False)  # it is kept, and shared by all that is simulated with it
-    return Flow(one_step, model or FREE, steps, synchronise, leaves, graph, source, target, reason, begins, order)
+    return Flow(one_step, model or FREE, steps, synchronise, actions, graph, source, target, reason, begins, order)
 
 
 def _repeated(schedule: Schedule, steps: int) -> Schedule:
@@ -318,21 +320,21 @@ def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple
     Besides source, target and reason, of those into a step the cell that they are for: under rendezvous the node of a
     receive is that of its send, on another rank.
     """
-    leaves, cells = graph.leaves, len(graph.node)
-    ranks = leaves.schedule.ranks
+    actions, cells = graph.actions, len(graph.node)
+    ranks = actions.schedule.ranks
     is_operation = np.ones(cells, bool)
-    is_operation[leaves.cell] = _IS_OPERATION[leaves.kind]
+    is_operation[actions.cell] = _IS_OPERATION[actions.kind]
     edges: list[tuple[int, int, int]] = []
     for rank in range(ranks):
-        begin, end = leaves.first_cell[rank : rank + 2].tolist()
+        begin, end = actions.first_cell[rank : rank + 2].tolist()
         length = (end - begin) // steps
         runs = np.flatnonzero(~is_operation[begin : begin + length]).tolist()
         for step in range(steps):
             optimizer, barrier = cells + step * ranks + rank, cells + steps * ranks + step
             if runs:
-                edges.append((begin + step * length + runs[-1], optimizer, NOWHERE))
+                edges.append((begin + step * length + runs[-1], optimizer, NONE))
             if synchronise:
-                edges.append((optimizer, barrier, NOWHERE))
+                edges.append((optimizer, barrier, NONE))
             if runs and step + 1 < steps:
                 following = begin + (step + 1) * length
                 leading = range(following, following + runs[0] + 1)

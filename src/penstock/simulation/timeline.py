@@ -233,13 +233,13 @@ class Timeline:
         """Everything that goes to another rank, with its times; also what the schedule does not spell out."""
         flow = self.flow
         source, target, start, end, step = self._transfer_facts
-        if flow.leaves.has_transfers:
-            codes = flow.leaves.codes[flow.pairs.send]
+        if flow.actions.has_transfers:
+            codes = flow.actions.codes[flow.pairs.send]
         else:
             edges = np.flatnonzero(flow.reason == DATA)
-            stage = flow.leaves.stage[flow.graph.awaited[edges]].astype(np.int64)
-            microbatch = flow.leaves.microbatch[flow.graph.awaited[edges]]
-            forward = flow.leaves.stage[flow.graph.waiting[edges]] > stage
+            stage = flow.actions.stage[flow.graph.awaited[edges]].astype(np.int64)
+            microbatch = flow.actions.microbatch[flow.graph.awaited[edges]]
+            forward = flow.actions.stage[flow.graph.waiting[edges]] > stage
             codes = np.where(forward, *(packed.pack(stage, kind, microbatch) for kind in (SEND_F, SEND_B)))
         codes = packed.shift_microbatches(codes, -step.astype(np.int64) * flow.schedule.microbatches)
         facts = zip(
@@ -251,8 +251,8 @@ class Timeline:
     @cached_property
     def _transfer_facts(self) -> tuple[Ints, Ints, Floats, Floats, Ints]:
         """Of all transfers: from which rank, to which, start, end, and the step."""
-        flow, cell = self.flow, self.flow.leaves.cell
-        if flow.leaves.has_transfers:
+        flow, cell = self.flow, self.flow.actions.cell
+        if flow.actions.has_transfers:
             sent, received = cell[flow.pairs.send], cell[flow.pairs.receive]
             return flow.rank[sent], flow.rank[received], self.start[sent], self.end[sent], flow.step[sent]
         edges = np.flatnonzero(flow.reason == DATA)

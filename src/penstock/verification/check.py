@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import ModelError, ScheduleError, SizeError, VerificationError
-from penstock.graph.action_table import Leaves, too_sparse
+from penstock.graph.action_table import ActionTable, is_too_sparse
 from penstock.graph.comm_model import MODELS, CommModel
 from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, FORWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
@@ -25,7 +25,7 @@ from penstock.verification.window import picture
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.action_table import Places
+    from penstock.graph.action_table import Positions
     from penstock.ir.actions import ComputationType
     from penstock.verification.findings import Problem
 
@@ -49,16 +49,16 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
         memory_limit: how many activations, of a stage and a microbatch each, a rank has room for.
     """
     _check_arguments(schedule, model, memory_limit)
-    return _all_findings(Leaves(schedule), model, memory_limit)
+    return _all_findings(ActionTable(schedule), model, memory_limit)
 
 
-def _all_findings(leaves: Leaves, model: CommModel, memory_limit: float | None = None) -> list[Finding]:
-    if too_sparse(leaves.schedule):
-        return [_sparse(leaves.schedule)]
-    problems = found(_structure(leaves))
-    problems += found([deadlocked(leaves, model, alone=not problems)])
+def _all_findings(actions: ActionTable, model: CommModel, memory_limit: float | None = None) -> list[Finding]:
+    if is_too_sparse(actions.schedule):
+        return [_sparse(actions.schedule)]
+    problems = found(_structure(actions))
+    problems += found([deadlocked(actions, model, alone=not problems)])
     if memory_limit is not None:
-        problems += found([over_memory(leaves, memory_limit)])
+        problems += found([over_memory(actions, memory_limit)])
     return told(problems)
 
 
@@ -67,25 +67,25 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
     _refuse(schedule, check(schedule, model=model, memory_limit=memory_limit))
 
 
-def verify_structure(schedule: Schedule) -> Leaves:
+def verify_structure(schedule: Schedule) -> ActionTable:
     """``verify`` without the proof that nothing waits in a circle: for who proves that on the way.
 
     What has been looked at is returned, so that nobody else need take the schedule apart.
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
-    leaves = Leaves(schedule)
-    _refuse(schedule, [_sparse(schedule)] if too_sparse(schedule) else told(found(_structure(leaves))))
-    return leaves
+    actions = ActionTable(schedule)
+    _refuse(schedule, [_sparse(schedule)] if is_too_sparse(schedule) else told(found(_structure(actions))))
+    return actions
 
 
 def verify_change(
-    before: Leaves,
+    before: ActionTable,
     after: Schedule,
     touched: frozenset[ComputationType],
     *,
     model: CommModel = DEFAULT_MODEL,
-    turns: Places | None = None,
-) -> Leaves:
+    turns: Positions | None = None,
+) -> ActionTable:
     """``verify(after)``, at the cost of what is new: ``before`` is proved, and only actions ``touched`` came or moved.
 
     Only the checks that these types have to do with are made again. If anything else has changed, all are. The leaves
@@ -98,23 +98,23 @@ def verify_change(
         model: how communication behaves.
         turns: a witness that nothing waits in a circle, see ``deadlocked``.
     """
-    leaves = before.grown_into(after, touched) if touched.isdisjoint(COMPUTE) else None
-    if leaves is None:
-        leaves = Leaves(after)
-        _refuse(after, _all_findings(leaves, model))
-        return leaves
-    problems = [misplaced(leaves)]
+    actions = before.extended_to(after, touched) if touched.isdisjoint(COMPUTE) else None
+    if actions is None:
+        actions = ActionTable(after)
+        _refuse(after, _all_findings(actions, model))
+        return actions
+    problems = [misplaced(actions)]
     if touched & {UNSHARD, RESHARD}:
-        problems.append(wrongly_sharded(leaves))
+        problems.append(wrongly_sharded(actions))
     if REDUCE_GRAD in touched:
-        problems.append(wrongly_reduced(leaves))
+        problems.append(wrongly_reduced(actions))
     if not touched.isdisjoint(TRANSFER_TYPES):
-        problems += [repeated(leaves), untransferred(leaves)]
+        problems += [repeated(actions), untransferred(actions)]
     wrong = found(problems)
     if not touched.isdisjoint(TRANSFER_TYPES):
-        wrong += deadlocked(leaves, model, turns, alone=not wrong)
+        wrong += deadlocked(actions, model, turns, alone=not wrong)
     _refuse(after, told(wrong))
-    return leaves
+    return actions
 
 
 def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
@@ -124,9 +124,9 @@ def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
         VerificationError: something else is wrong with it, so that what waits for what is not known.
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
-    leaves = Leaves(schedule)
-    _refuse(schedule, told(found(_structure(leaves))))
-    return {model: is_free(leaves, model) for model in MODELS}
+    actions = ActionTable(schedule)
+    _refuse(schedule, told(found(_structure(actions))))
+    return {model: is_free(actions, model) for model in MODELS}
 
 
 def _refuse(schedule: Schedule, findings: list[Finding]) -> None:
@@ -134,16 +134,16 @@ def _refuse(schedule: Schedule, findings: list[Finding]) -> None:
         raise VerificationError(findings, picture(schedule, findings))
 
 
-def _structure(leaves: Leaves) -> list[Iterator[Problem]]:
+def _structure(actions: ActionTable) -> list[Iterator[Problem]]:
     """Everything but waiting and memory."""
     return [
-        misplaced(leaves),
-        repeated(leaves),
-        missing(leaves),
-        disordered(leaves),
-        untransferred(leaves),
-        wrongly_sharded(leaves),
-        wrongly_reduced(leaves),
+        misplaced(actions),
+        repeated(actions),
+        missing(actions),
+        disordered(actions),
+        untransferred(actions),
+        wrongly_sharded(actions),
+        wrongly_reduced(actions),
     ]
 
 

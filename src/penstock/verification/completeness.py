@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.graph.action_table import NOWHERE
+from penstock.graph.action_table import NONE
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -15,26 +15,26 @@ from penstock.ir.actions import (
     Action,
     ComputationType,
 )
-from penstock.verification.findings import Finding, Problem, action_at, at, position
+from penstock.verification.findings import Finding, Problem, action_at, at, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.graph.action_table import Leaves
+    from penstock.graph.action_table import ActionTable
 
 
-def misplaced(leaves: Leaves) -> Iterator[Problem]:
+def misplaced(actions: ActionTable) -> Iterator[Problem]:
     """Actions on a rank that does not hold their stage, and microbatches that there are not."""
-    schedule = leaves.schedule
-    if leaves.all_at_home:
+    schedule = actions.schedule
+    if actions.all_placed:
         return
-    unknown = leaves.stage >= schedule.stages
+    unknown = actions.stage >= schedule.stages
     away = ~unknown
-    away[away] = leaves.home[leaves.stage[away]] != leaves.rank[away]
+    away[away] = actions.rank_of_stage[actions.stage[away]] != actions.rank[away]
 
-    def tell(place: int) -> Finding:
-        action, (rank, step) = action_at(leaves, place), position(leaves, place)
-        home = int(leaves.home[leaves.stage[place]])
+    def tell(position: int) -> Finding:
+        action, (rank, step) = action_at(actions, position), rank_and_step(actions, position)
+        home = int(actions.rank_of_stage[actions.stage[position]])
         return Finding(
             "misplaced", rank, step, action, f"{action} is here, but stage {action.stage_index} is on rank {home}",
             f"move it to rank {home}", ((rank, step),),
@@ -44,13 +44,13 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
     yield Problem(
         "misplaced",
         np.flatnonzero(unknown),
-        at(leaves, "misplaced", f"{{}} is of a stage that there is not; there are {schedule.stages}", "drop it"),
+        at(actions, "misplaced", f"{{}} is of a stage that there is not; there are {schedule.stages}", "drop it"),
     )
     yield Problem(
         "microbatch",
-        np.flatnonzero(leaves.microbatch >= schedule.microbatches),
+        np.flatnonzero(actions.microbatch >= schedule.microbatches),
         at(
-            leaves,
+            actions,
             "microbatch",
             f"{{}} is of a microbatch that there is not; there are {schedule.microbatches}",
             "drop it, or say that there are more: microbatches=, or in a .json file",
@@ -58,41 +58,41 @@ def misplaced(leaves: Leaves) -> Iterator[Problem]:
     )
 
 
-def repeated(leaves: Leaves) -> Iterator[Problem]:
+def repeated(actions: ActionTable) -> Iterator[Problem]:
     """The same action twice."""
-    again = leaves.repetitions
+    again = actions.duplicates
     if not len(again):
         return
     for kind in ComputationType:
-        mine = again[leaves.is_kind(again, kind)]
-        yield Problem("repeated", mine, at(leaves, "repeated", "{} is there a second time", "drop it"))
+        mine = again[actions.is_kind(again, kind)]
+        yield Problem("repeated", mine, at(actions, "repeated", "{} is there a second time", "drop it"))
 
 
-def missing(leaves: Leaves) -> Iterator[Problem]:
+def missing(actions: ActionTable) -> Iterator[Problem]:
     """What a stage does not do for a microbatch, and a backward that is there both whole and in halves."""
     no_forward, no_whole, no_first, no_second = (
-        leaves.places(kind) == NOWHERE for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        actions.position_grid(kind) == NONE for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
     if not no_forward.any() and (no_first == no_second).all() and (no_whole != no_first).all():
         return  # everything forward, and everything backward either whole or in its two halves
-    yield Problem("missing", np.flatnonzero(no_forward), _absent(leaves, FORWARD))
+    yield Problem("missing", np.flatnonzero(no_forward), _absent(actions, FORWARD))
     if (no_whole & no_first & no_second).all():
         return  # forward only
-    yield Problem("missing", np.flatnonzero(no_whole & no_first & no_second), _absent(leaves, FULL_BACKWARD))
-    yield Problem("missing", np.flatnonzero(no_whole & ~no_first & no_second), _absent(leaves, BACKWARD_WEIGHT))
-    yield Problem("missing", np.flatnonzero(no_whole & no_first & ~no_second), _absent(leaves, BACKWARD_INPUT))
-    halves = np.where(no_first, leaves.places(BACKWARD_WEIGHT), leaves.places(BACKWARD_INPUT))
+    yield Problem("missing", np.flatnonzero(no_whole & no_first & no_second), _absent(actions, FULL_BACKWARD))
+    yield Problem("missing", np.flatnonzero(no_whole & ~no_first & no_second), _absent(actions, BACKWARD_WEIGHT))
+    yield Problem("missing", np.flatnonzero(no_whole & no_first & ~no_second), _absent(actions, BACKWARD_INPUT))
+    halves = np.where(no_first, actions.position_grid(BACKWARD_WEIGHT), actions.position_grid(BACKWARD_INPUT))
     yield Problem(
         "backward_twice",
         halves[~no_whole & ~(no_first & no_second)],
-        at(leaves, "backward_twice", "{} is half of a backward that is there as a whole too", "keep one of the two"),
+        at(actions, "backward_twice", "{} is half of a backward that is there as a whole too", "keep one of the two"),
     )
 
 
-def _absent(leaves: Leaves, kind: ComputationType) -> Callable[[int], Finding]:
+def _absent(actions: ActionTable, kind: ComputationType) -> Callable[[int], Finding]:
     def tell(slot: int) -> Finding:
-        stage, microbatch = divmod(slot, leaves.schedule.microbatches)
-        action, rank = Action(stage, kind, microbatch), int(leaves.home[stage])
+        stage, microbatch = divmod(slot, actions.schedule.microbatches)
+        action, rank = Action(stage, kind, microbatch), int(actions.rank_of_stage[stage])
         return Finding("missing", rank, None, action, f"{action} is missing", f"add it to rank {rank}")
 
     return tell

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.graph.action_table import Leaves
-from penstock.graph.events import REASONS, event_graph, parts
+from penstock.graph.action_table import ActionTable
+from penstock.graph.events import REASONS, event_graph, rank_ranges
 from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.graph.wait_chain import MAX_LINKS, WaitingRank, describe_wait_chain
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFER_TYPES
-from penstock.verification.findings import Finding, Problem, action_at, position
+from penstock.verification.findings import Finding, Problem, action_at, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.graph.comm_model import CommModel
-    from penstock.graph.events import EventGraph, Part
+    from penstock.graph.events import EventGraph, RankRange
     from penstock.ir.schedule import Schedule
 
     Ints = NDArray[np.signedinteger[Any]]
@@ -34,9 +34,9 @@ class Wait(NamedTuple):
     reason: str
 
 
-def is_free(leaves: Leaves, model: CommModel) -> bool:
+def is_free(actions: ActionTable, model: CommModel) -> bool:
     """Whether the schedule runs to its end under this model, as far as waiting goes. O(n log n)."""
-    return not (_starts(event_graph(leaves, model)) == UNREACHED).any()
+    return not (_starts(event_graph(actions, model)) == UNREACHED).any()
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
@@ -45,24 +45,26 @@ def without_transfers(schedule: Schedule) -> Schedule:
     return schedule.with_codes(schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets])
 
 
-def deadlocked(leaves: Leaves, model: CommModel, turns: Ints | None = None, *, alone: bool = True) -> Iterator[Problem]:
+def deadlocked(
+    actions: ActionTable, model: CommModel, turns: Ints | None = None, *, alone: bool = True
+) -> Iterator[Problem]:
     """The cycle that a deadlock is made of.
 
     Whoever made the schedule may hand over ``turns``, one per action. If everything that is waited for has an earlier
     turn than what waits, there is no cycle, and no need to walk. ``alone`` says that nothing else is wrong.
     """
-    if turns is not None and all(_all_wait_for_earlier(part, model, turns) for part in parts(leaves)):
+    if turns is not None and all(_all_wait_for_earlier(part, model, turns) for part in rank_ranges(actions)):
         return
-    graph = event_graph(leaves, model)
+    graph = event_graph(actions, model)
     starts = _starts(graph)
     if (starts != UNREACHED).all():
         return
     cycle = _Stuck(graph, starts).cycle()
-    yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(leaves, cycle, model, alone=alone))
+    yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(actions, cycle, model, alone=alone))
 
 
-def _all_wait_for_earlier(part: Part, model: CommModel, turns: Ints) -> bool:
-    within, cell = turns[part.begin : part.end], part.leaves.cell[part.begin : part.end]
+def _all_wait_for_earlier(part: RankRange, model: CommModel, turns: Ints) -> bool:
+    within, cell = turns[part.begin : part.end], part.actions.cell[part.begin : part.end]
     # What is one event has one turn, else the turns prove nothing.
     if ((cell[1:] == cell[:-1]) & (within[1:] != within[:-1])).any():
         return False
@@ -88,7 +90,7 @@ class _Stuck:
     """
 
     def __init__(self, graph: EventGraph, starts: Ints) -> None:
-        self.leaves = graph.leaves
+        self.actions = graph.actions
         source, target = graph.source, graph.target
         edges = np.flatnonzero((starts[source] == UNREACHED) & (starts[target] == UNREACHED))
         edges = edges[np.argsort(target[edges], kind="stable")]
@@ -96,11 +98,11 @@ class _Stuck:
         self.source = source[edges]
         self.awaited, self.waiting = graph.awaited[edges], graph.waiting[edges]
         self.reason = graph.reason[edges]
-        self.node = graph.node[graph.leaves.cell]
-        operations = np.zeros(len(graph.leaves), bool)
-        operations[graph.leaves.are(*TRANSFER_TYPES)] = True
+        self.node = graph.node[graph.actions.cell]
+        operations = np.zeros(len(graph.actions), bool)
+        operations[graph.actions.positions_of(*TRANSFER_TYPES)] = True
         standing = np.flatnonzero(~operations & (starts[self.node] == UNREACHED))
-        ranks, first = np.unique(self.leaves.rank[standing], return_index=True)
+        ranks, first = np.unique(self.actions.rank[standing], return_index=True)
         self.head_of_rank = dict(zip(ranks.tolist(), standing[first].tolist(), strict=True))
 
     def cycle(self) -> list[Wait]:
@@ -120,7 +122,7 @@ class _Stuck:
         edge = min(range(start, end), key=lambda number: _BY_REASON[REASONS[self.reason[number]]])
         waiting, awaited, reason = int(self.waiting[edge]), int(self.awaited[edge]), REASONS[self.reason[edge]]
         if reason in ("program", "post"):
-            return Wait(waiting, self.head_of_rank[int(self.leaves.rank[awaited])], reason)
+            return Wait(waiting, self.head_of_rank[int(self.actions.rank[awaited])], reason)
         if reason == "lane":
             return Wait(waiting, self._head_of_lane(awaited), reason)
         return Wait(waiting, awaited, reason)
@@ -144,51 +146,55 @@ _BY_REASON: Final = {
 }
 
 
-def _told(leaves: Leaves, cycle: list[Wait], model: CommModel, *, alone: bool) -> Finding:
+def _told(actions: ActionTable, cycle: list[Wait], model: CommModel, *, alone: bool) -> Finding:
     """In words: per rank where it is stuck, and what it would do for the rank before if it were not."""
-    stays = _stays(leaves, cycle)
+    stays = _stays(actions, cycle)
     links = [
         WaitingRank(
-            int(leaves.rank[stuck]),
-            str(action_at(leaves, stuck)),
-            None if wanted == stuck else str(action_at(leaves, wanted)),
+            int(actions.rank[stuck]),
+            str(action_at(actions, stuck)),
+            None if wanted == stuck else str(action_at(actions, wanted)),
             reason == "room",
         )
         for stuck, wanted, reason in stays
     ]
     message = describe_wait_chain(links, f"rank {links[0].rank}")
-    rank, step = position(leaves, stays[0][0])
-    marks = tuple(dict.fromkeys(position(leaves, place) for stay in stays[:MAX_LINKS] for place in stay[:2]))
+    rank, step = rank_and_step(actions, stays[0][0])
+    marks = tuple(
+        dict.fromkeys(rank_and_step(actions, position) for stay in stays[:MAX_LINKS] for position in stay[:2])
+    )
     return Finding(
         "deadlock",
         rank,
         step,
-        action_at(leaves, stays[0][0]),
+        action_at(actions, stays[0][0]),
         f"{message} (under {model})",
-        _advice(leaves, model, alone=alone),
+        _advice(actions, model, alone=alone),
         marks,
     )
 
 
-def _advice(leaves: Leaves, model: CommModel, *, alone: bool) -> str:
+def _advice(actions: ActionTable, model: CommModel, *, alone: bool) -> str:
     """What to do about a deadlock: moving transfers helps unless the compute actions alone wait in a circle."""
-    if not leaves.has_transfers:
+    if not actions.has_transfers:
         return "reorder these: no order of transfers can help"
     if not alone:
         return "mend what else is wrong first, and check again"
-    compute = Leaves(without_transfers(leaves.schedule))
+    compute = ActionTable(without_transfers(actions.schedule))
     graph = event_graph(compute, model)
     starts = _starts(graph)
     if (starts == UNREACHED).any():
         stays = _stays(compute, _Stuck(graph, starts).cycle())[:MAX_LINKS]
-        stuck = ", ".join(f"{action_at(compute, place)} on rank {compute.rank[place]}" for place, _, _ in stays)
+        stuck = ", ".join(
+            f"{action_at(compute, position)} on rank {compute.rank[position]}" for position, _, _ in stays
+        )
         return f"reorder the compute actions ({stuck}): no order of transfers can help"
     return "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"
 
 
-def _stays(leaves: Leaves, cycle: list[Wait]) -> list[tuple[int, int, str]]:
+def _stays(actions: ActionTable, cycle: list[Wait]) -> list[tuple[int, int, str]]:
     """For each rank on the way round: where it is stuck, what the rank before waits for it to do, and why it waits."""
-    ranks = [int(leaves.rank[wait.waiting]) for wait in cycle]
+    ranks = [int(actions.rank[wait.waiting]) for wait in cycle]
     changes = [number for number in range(len(cycle)) if ranks[number] != ranks[number - 1]] or [0]
     start = min(changes, key=lambda number: ranks[number])
     turned = cycle[start:] + cycle[:start]
@@ -196,7 +202,7 @@ def _stays(leaves: Leaves, cycle: list[Wait]) -> list[tuple[int, int, str]]:
     for number, wait in enumerate(turned):
         # What comes later, on the rank or in a lane, is not where it is stuck: the one at the head is.
         stuck = wait.awaited if wait.reason in ("program", "post", "lane") else wait.waiting
-        if number == 0 or leaves.rank[wait.waiting] != leaves.rank[turned[number - 1].waiting]:
+        if number == 0 or actions.rank[wait.waiting] != actions.rank[turned[number - 1].waiting]:
             stays.append((stuck, wait.waiting, wait.reason))
         else:
             stays[-1] = (stuck, stays[-1][1], wait.reason)

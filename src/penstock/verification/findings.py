@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from penstock.graph.action_table import Leaves
+    from penstock.graph.action_table import ActionTable
     from penstock.ir.actions import Action
 
 #: More than this tells nobody more.
@@ -44,9 +44,9 @@ class Finding:
     marks: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        place = [] if self.rank is None else [f"rank {self.rank}"]
-        place += [] if self.step is None else [f"step {self.step}"]
-        told = f"{', '.join(place)}: {self.message}" if place else self.message
+        position = [] if self.rank is None else [f"rank {self.rank}"]
+        position += [] if self.step is None else [f"step {self.step}"]
+        told = f"{', '.join(position)}: {self.message}" if position else self.message
         return f"{told}; {self.fix}" if self.fix else told
 
 
@@ -55,43 +55,43 @@ class Problem(NamedTuple):
 
     Attributes:
         kind: as in ``Finding``.
-        places: the places in the leaves; for what is missing, whatever ``tell`` understands.
+        positions: the places in the leaves; for what is missing, whatever ``tell`` understands.
         tell: makes the finding for one of the places.
     """
 
     kind: str
-    places: NDArray[np.int64]
+    positions: NDArray[np.int64]
     tell: Callable[[int], Finding]
 
 
-def at(leaves: Leaves, kind: str, message: str, fix: str, *others: int) -> Callable[[int], Finding]:
+def at(actions: ActionTable, kind: str, message: str, fix: str, *others: int) -> Callable[[int], Finding]:
     """How to tell of an action that is there: ``{}`` in the words stands for it; ``others`` are marked with it."""
 
-    def tell(place: int) -> Finding:
-        action = action_at(leaves, place)
-        rank, step = position(leaves, place)
-        marks = ((rank, step), *(position(leaves, other) for other in others))
+    def tell(position: int) -> Finding:
+        action = action_at(actions, position)
+        rank, step = rank_and_step(actions, position)
+        marks = ((rank, step), *(rank_and_step(actions, other) for other in others))
         return Finding(kind, rank, step, action, message.format(action), fix.format(action), marks)
 
     return tell
 
 
-def action_at(leaves: Leaves, place: int) -> Action:
+def action_at(actions: ActionTable, position: int) -> Action:
     """The action at this place of the leaves; a sub-action of an overlap is itself."""
-    found = packed.unpack_cells(leaves.codes[place : place + 1] & ~packed.JOINED)[0]
+    found = packed.unpack_cells(actions.codes[position : position + 1] & ~packed.JOINED)[0]
     assert found is not None
     return found
 
 
-def position(leaves: Leaves, place: int) -> tuple[int, int]:
+def rank_and_step(actions: ActionTable, position: int) -> tuple[int, int]:
     """The rank and the step of this place."""
-    rank = int(leaves.rank[place])
-    return rank, int(leaves.cell[place] - leaves.first_cell[rank])
+    rank = int(actions.rank[position])
+    return rank, int(actions.cell[position] - actions.first_cell[rank])
 
 
 def found(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
     """What the checks found: the problems that are somewhere."""
-    return [problem for check in checks for problem in check if len(problem.places)]
+    return [problem for check in checks for problem in check if len(problem.positions)]
 
 
 def told(problems: Sequence[Problem]) -> list[Finding]:
@@ -99,11 +99,11 @@ def told(problems: Sequence[Problem]) -> list[Finding]:
     if not problems:
         return []
     share = max(1, MOST_FINDINGS // len(problems))
-    findings = [problem.tell(int(place)) for problem in problems for place in problem.places[:share]]
+    findings = [problem.tell(int(position)) for problem in problems for position in problem.positions[:share]]
     findings = findings[:MOST_FINDINGS]
     kinds: Counter[str] = Counter()
     for problem in problems:
-        kinds[problem.kind] += len(problem.places)
+        kinds[problem.kind] += len(problem.positions)
     if (rest := kinds.total() - len(findings)) > 0:
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         findings.append(Finding("more", None, None, None, f"and {rest} more (in all: {counts})", ""))

@@ -6,66 +6,68 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.graph.action_table import NOWHERE
+from penstock.graph.action_table import NONE
 from penstock.ir.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
 from penstock.verification.findings import Finding, Problem, action_at, at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
 
 #: What releases the activations of its stage and microbatch; an I needs them no less than the W after it.
 RELEASING: Final = (FULL_BACKWARD, BACKWARD_WEIGHT)
 
 
-def over_memory(leaves: Leaves, limit: float) -> Iterator[Problem]:
+def over_memory(actions: ActionTable, limit: float) -> Iterator[Problem]:
     """Ranks that hold more activations than the limit, at the first action where they do.
 
     One is held for a stage and a microbatch from its F to its B or W.
     """
-    held = _held(leaves)
+    held = _held(actions)
     over = np.flatnonzero(held > limit)
-    _, first_over = np.unique(leaves.rank[over], return_index=True)
+    _, first_over = np.unique(actions.rank[over], return_index=True)
 
-    def tell(place: int) -> Finding:
-        noun = "activation" if held[place] == 1 else "activations"
-        words = f"with {{}} the rank holds {held[place]} {noun}, and {limit} is the limit"
-        return at(leaves, "memory", words, _release(leaves, place))(place)
+    def tell(position: int) -> Finding:
+        noun = "activation" if held[position] == 1 else "activations"
+        words = f"with {{}} the rank holds {held[position]} {noun}, and {limit} is the limit"
+        return at(actions, "memory", words, _release(actions, position))(position)
 
     yield Problem("memory", over[first_over], tell)
 
 
-def peaks(leaves: Leaves) -> list[int]:
+def peaks(actions: ActionTable) -> list[int]:
     """How many activations each rank holds at most."""
-    most = np.zeros(leaves.schedule.ranks, np.int64)
-    np.maximum.at(most, leaves.rank, _held(leaves))
+    most = np.zeros(actions.schedule.ranks, np.int64)
+    np.maximum.at(most, actions.rank, _held(actions))
     return [int(number) for number in most]
 
 
-def _held(leaves: Leaves) -> Places:
+def _held(actions: ActionTable) -> Positions:
     """How many activations the rank holds with each action; what runs together is held together."""
-    change = np.zeros(len(leaves), np.int64)
-    change[leaves.are(FORWARD)] = 1
-    change[leaves.are(*RELEASING)] = -1
+    change = np.zeros(len(actions), np.int64)
+    change[actions.positions_of(FORWARD)] = 1
+    change[actions.positions_of(*RELEASING)] = -1
     # In an overlap the forwards count before the backwards.
-    order = np.lexsort([-change, leaves.cell])
+    order = np.lexsort([-change, actions.cell])
     total = np.cumsum(change[order])
-    first = np.searchsorted(leaves.rank, np.arange(leaves.schedule.ranks))
+    first = np.searchsorted(actions.rank, np.arange(actions.schedule.ranks))
     before = np.append(0, total)[first]
-    held = np.empty(len(leaves), np.int64)
-    held[order] = total - before[leaves.rank[order]]
+    held = np.empty(len(actions), np.int64)
+    held[order] = total - before[actions.rank[order]]
     return held
 
 
-def _release(leaves: Leaves, place: int) -> str:
+def _release(actions: ActionTable, position: int) -> str:
     """What to run before this forward: what releases the activation of another microbatch that is held longest."""
-    forwards = leaves.are(FORWARD)
-    forwards = forwards[(forwards < place) & (leaves.rank[forwards] == leaves.rank[place]) & leaves.in_range[forwards]]
-    forwards = forwards[leaves.microbatch[forwards] != leaves.microbatch[place]]
-    releases = leaves.find_any(RELEASING, leaves.stage[forwards], leaves.microbatch[forwards])
-    releases = releases[(releases != NOWHERE) & (leaves.cell[releases] >= leaves.cell[place])]
+    forwards = actions.positions_of(FORWARD)
+    forwards = forwards[
+        (forwards < position) & (actions.rank[forwards] == actions.rank[position]) & actions.in_range[forwards]
+    ]
+    forwards = forwards[actions.microbatch[forwards] != actions.microbatch[position]]
+    releases = actions.find_any(RELEASING, actions.stage[forwards], actions.microbatch[forwards])
+    releases = releases[(releases != NONE) & (actions.cell[releases] >= actions.cell[position])]
     if not len(releases):
         return "raise the limit: there is no B or W to run before it"
-    split = ": an I releases nothing, only a W or B does" if len(leaves.are(BACKWARD_WEIGHT)) else ""
-    return f"run {action_at(leaves, releases[0])} before it{split}"
+    split = ": an I releases nothing, only a W or B does" if len(actions.positions_of(BACKWARD_WEIGHT)) else ""
+    return f"run {action_at(actions, releases[0])} before it{split}"

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
-from penstock.verification.findings import Finding, Problem, action_at, position
+from penstock.verification.findings import Finding, Problem, action_at, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
 
 _KINDS: Final = {
     FORWARD: "forward_before_input",
@@ -24,17 +24,17 @@ _KINDS: Final = {
 }
 
 
-def disordered(leaves: Leaves) -> Iterator[Problem]:
+def disordered(actions: ActionTable) -> Iterator[Problem]:
     """Actions that come before what they need."""
-    if not any(_late(leaves, *part).any() for part in leaves.inputs_in_parts):
+    if not any(_late(actions, *part).any() for part in actions.input_blocks):
         return
-    waiting, awaited = leaves.inputs
-    late = _late(leaves, waiting, awaited)
+    waiting, awaited = actions.inputs
+    late = _late(actions, waiting, awaited)
     waiting, awaited = waiting[late], awaited[late]
 
     def tell(number: int) -> Finding:
-        action, need = action_at(leaves, waiting[number]), action_at(leaves, awaited[number])
-        (rank, step), (_, later) = position(leaves, waiting[number]), position(leaves, awaited[number])
+        action, need = action_at(actions, waiting[number]), action_at(actions, awaited[number])
+        (rank, step), (_, later) = rank_and_step(actions, waiting[number]), rank_and_step(actions, awaited[number])
         when = "runs together with it" if later == step else f"comes later, at step {later}"
         return Finding(
             _KINDS[action.computation_type],
@@ -47,9 +47,11 @@ def disordered(leaves: Leaves) -> Iterator[Problem]:
         )
 
     for kind, name in _KINDS.items():
-        yield Problem(name, leaves.is_kind(waiting, kind).nonzero()[0], tell)
+        yield Problem(name, actions.is_kind(waiting, kind).nonzero()[0], tell)
 
 
-def _late(leaves: Leaves, waiting: Places, awaited: Places) -> NDArray[np.bool_]:
+def _late(actions: ActionTable, waiting: Positions, awaited: Positions) -> NDArray[np.bool_]:
     """Which of what is awaited does not come before what waits for it, on the same rank."""
-    return np.asarray((leaves.cell[awaited] >= leaves.cell[waiting]) & (leaves.rank[awaited] == leaves.rank[waiting]))
+    return np.asarray(
+        (actions.cell[awaited] >= actions.cell[waiting]) & (actions.rank[awaited] == actions.rank[waiting])
+    )

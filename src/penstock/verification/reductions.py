@@ -12,22 +12,22 @@ from penstock.verification.findings import Finding, Problem, action_at, at
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
 
 
-def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
+def wrongly_reduced(actions: ActionTable) -> Iterator[Problem]:
     """REDUCE_GRAD too early, twice or not at all; nothing in a schedule without any."""
-    reductions = leaves.are(REDUCE_GRAD)
-    reductions = reductions[leaves.stages_at(reductions) < leaves.schedule.stages]
+    reductions = actions.positions_of(REDUCE_GRAD)
+    reductions = reductions[actions.stages_at(reductions) < actions.schedule.stages]
     if not len(reductions):
         return
-    stage = leaves.stages_at(reductions)
-    backwards = leaves.are(FULL_BACKWARD, BACKWARD_WEIGHT)
-    if not leaves.all_in_range:
-        backwards = backwards[leaves.stages_at(backwards) < leaves.schedule.stages]
-    last = np.full(leaves.schedule.stages, -1, np.int64)
-    last[leaves.stages_at(backwards)] = backwards  # in order: the last one stays
-    count = np.bincount(stage, minlength=leaves.schedule.stages)
+    stage = actions.stages_at(reductions)
+    backwards = actions.positions_of(FULL_BACKWARD, BACKWARD_WEIGHT)
+    if not actions.all_in_range:
+        backwards = backwards[actions.stages_at(backwards) < actions.schedule.stages]
+    last = np.full(actions.schedule.stages, -1, np.int64)
+    last[actions.stages_at(backwards)] = backwards  # in order: the last one stays
+    count = np.bincount(stage, minlength=actions.schedule.stages)
     if (count == (last >= 0)).all() and (last[stage] < reductions).all():
         return  # one of every stage that has gradients, behind them
     _, first = np.unique(stage, return_index=True)
@@ -36,19 +36,19 @@ def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
     yield Problem(
         "reduced_twice",
         reductions[again],
-        at(leaves, "reduced_twice", "{} is there a second time", "drop it"),
+        at(actions, "reduced_twice", "{} is there a second time", "drop it"),
     )
     yield Problem(
         "reduced_early",
         reductions[~again & (last[stage] < 0)],
-        at(leaves, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
+        at(actions, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
     )
     early = ~again & (last[stage] > reductions)
-    yield Problem("reduced_early", reductions[early], _before_the_last(leaves, last))
+    yield Problem("reduced_early", reductions[early], _before_the_last(actions, last))
     without = np.setdiff1d(np.flatnonzero(last >= 0), stage)
 
     def tell(stage: int) -> Finding:
-        action, rank = Action(stage, REDUCE_GRAD), int(leaves.home[stage])
+        action, rank = Action(stage, REDUCE_GRAD), int(actions.rank_of_stage[stage])
         return Finding(
             "not_reduced",
             rank,
@@ -61,13 +61,13 @@ def wrongly_reduced(leaves: Leaves) -> Iterator[Problem]:
     yield Problem("not_reduced", without, tell)
 
 
-def _before_the_last(leaves: Leaves, last: Places) -> Callable[[int], Finding]:
+def _before_the_last(actions: ActionTable, last: Positions) -> Callable[[int], Finding]:
     """How to tell of a reduction that stands before the last gradients of its stage."""
 
-    def tell(place: int) -> Finding:
-        backward = int(last[leaves.stage[place]])
-        words = f"{{}} comes before {action_at(leaves, backward)}, the last gradients of the stage"
-        fix = f"move it behind {action_at(leaves, backward)}"
-        return at(leaves, "reduced_early", words, fix, backward)(place)
+    def tell(position: int) -> Finding:
+        backward = int(last[actions.stage[position]])
+        words = f"{{}} comes before {action_at(actions, backward)}, the last gradients of the stage"
+        fix = f"move it behind {action_at(actions, backward)}"
+        return at(actions, "reduced_early", words, fix, backward)(position)
 
     return tell

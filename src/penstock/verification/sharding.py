@@ -6,42 +6,42 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.graph.array_blocks import blocks, whole_rows
+from penstock.graph.array_blocks import blocks, row_blocks
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, RESHARD, UNSHARD, Action
-from penstock.verification.findings import Finding, Problem, action_at, at, position
+from penstock.verification.findings import Finding, Problem, action_at, at, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from penstock.graph.action_table import Leaves, Places
+    from penstock.graph.action_table import ActionTable, Positions
 
 
-def wrongly_sharded(leaves: Leaves) -> Iterator[Problem]:
+def wrongly_sharded(actions: ActionTable) -> Iterator[Problem]:
     """Uses of parameters that are not there; nothing in a schedule without any UNSHARD or RESHARD."""
-    if not len(leaves.are(UNSHARD, RESHARD)):
+    if not len(actions.positions_of(UNSHARD, RESHARD)):
         return
-    places = leaves.are(UNSHARD, RESHARD, *COMPUTE)
-    if leaves.all_at_home and all(_Uses.of(leaves, mine).are_well for mine in _in_parts(leaves, places)):
+    positions = actions.positions_of(UNSHARD, RESHARD, *COMPUTE)
+    if actions.all_placed and all(_Uses.of(actions, mine).are_well for mine in _in_parts(actions, positions)):
         return
-    places, stage, unshards, changes, gathered = _Uses.of(leaves, places)
+    positions, stage, unshards, changes, gathered = _Uses.of(actions, positions)
     begins = np.append(True, stage[1:] != stage[:-1])
     behind_change = begins | np.append(False, changes[:-1])
     starved = ~changes & ~gathered
-    yield from _starved(leaves, places, starved & behind_change, changes | begins)
+    yield from _starved(actions, positions, starved & behind_change, changes | begins)
     yield Problem(
         "unsharded_twice",
-        places[unshards & gathered],
-        at(leaves, "unsharded_twice", "{}, but the stage is unsharded already", "drop it"),
+        positions[unshards & gathered],
+        at(actions, "unsharded_twice", "{}, but the stage is unsharded already", "drop it"),
     )
     # Behind uses that lack an UNSHARD a RESHARD is not what is wrong: with the UNSHARD it is right.
     yield Problem(
         "resharded_twice",
-        places[changes & ~unshards & ~gathered & behind_change],
-        at(leaves, "resharded_twice", "{}, but the stage is not unsharded", "drop it"),
+        positions[changes & ~unshards & ~gathered & behind_change],
+        at(actions, "resharded_twice", "{}, but the stage is not unsharded", "drop it"),
     )
 
 
@@ -49,33 +49,33 @@ class _Uses(NamedTuple):
     """The uses of parameters and the changes to them, stage by stage, in order.
 
     Attributes:
-        places: where they are.
+        positions: where they are.
         stage: the stage of each.
         unshards: which of them are an UNSHARD.
         changes: which are that or a RESHARD.
         gathered: which of them find the parameters gathered.
     """
 
-    places: Places
-    stage: Places
+    positions: Positions
+    stage: Positions
     unshards: NDArray[np.bool_]
     changes: NDArray[np.bool_]
     gathered: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, leaves: Leaves, places: Places) -> _Uses:
+    def of(cls, actions: ActionTable, positions: Positions) -> _Uses:
         """Those at these places."""
-        stage = packed.stages(leaves.codes[places])
+        stage = packed.stages(actions.codes[positions])
         order = stable_order(stage)
-        places, stage = places[order], stage[order]
-        unshards = leaves.is_kind(places, UNSHARD)
-        changes = unshards | leaves.is_kind(places, RESHARD)
+        positions, stage = positions[order], stage[order]
+        unshards = actions.is_kind(positions, UNSHARD)
+        changes = unshards | actions.is_kind(positions, RESHARD)
         # The last change before each of them, if it is of the same stage.
-        last = np.zeros(len(places), np.int64)
-        np.maximum.accumulate((changes * np.arange(len(places)))[:-1], out=last[1:])
+        last = np.zeros(len(positions), np.int64)
+        np.maximum.accumulate((changes * np.arange(len(positions)))[:-1], out=last[1:])
         gathered = unshards[last] & (stage[last] == stage)
         gathered[:1] = False
-        return cls(places, stage, unshards, changes, gathered)
+        return cls(positions, stage, unshards, changes, gathered)
 
     @property
     def are_well(self) -> bool:
@@ -83,37 +83,39 @@ class _Uses(NamedTuple):
         return bool((self.gathered != self.unshards).all())
 
 
-def _in_parts(leaves: Leaves, places: Places) -> Iterator[Places]:
+def _in_parts(actions: ActionTable, positions: Positions) -> Iterator[Positions]:
     """The places on some ranks at once, as many as fill a block: if all are at home, each stage is on one of them."""
-    if len(blocks(len(places))) == 1:
-        return iter((places,))
-    bounds = places.searchsorted(leaves.offsets).tolist()
-    return (places[bounds[ranks.start] : bounds[ranks.stop]] for ranks in whole_rows(bounds))
+    if len(blocks(len(positions))) == 1:
+        return iter((positions,))
+    bounds = positions.searchsorted(actions.offsets).tolist()
+    return (positions[bounds[ranks.start] : bounds[ranks.stop]] for ranks in row_blocks(bounds))
 
 
-def _starved(leaves: Leaves, places: Places, first: NDArray[np.bool_], ends: NDArray[np.bool_]) -> Iterator[Problem]:
+def _starved(
+    actions: ActionTable, positions: Positions, first: NDArray[np.bool_], ends: NDArray[np.bool_]
+) -> Iterator[Problem]:
     """Uses without parameters, one problem for all up to the next change: the first use, and what to do.
 
     Args:
-        leaves: the actions.
-        places: where the uses and changes are, stage by stage, in order.
+        actions: the actions.
+        positions: where the uses and changes are, stage by stage, in order.
         first: which of them are the first use without parameters.
         ends: which of them are a change, or the first of a stage.
     """
-    boundaries = np.append(ends.nonzero()[0], len(places))
+    boundaries = np.append(ends.nonzero()[0], len(positions))
 
     def run(number: int) -> _Run:
         end = int(boundaries[np.searchsorted(boundaries, number, side="right")])
-        stage = leaves.stage[places[number]]
-        before = int(places[number - 1]) if number and leaves.stage[places[number - 1]] == stage else None
-        after = int(places[end]) if end < len(places) and leaves.stage[places[end]] == stage else None
-        return _Run(int(places[number]), int(places[end - 1]), end - number, before, after)
+        stage = actions.stage[positions[number]]
+        before = int(positions[number - 1]) if number and actions.stage[positions[number - 1]] == stage else None
+        after = int(positions[end]) if end < len(positions) and actions.stage[positions[end]] == stage else None
+        return _Run(int(positions[number]), int(positions[end - 1]), end - number, before, after)
 
-    resharded = first & np.append(False, leaves.stage[places[1:]] == leaves.stage[places[:-1]])
+    resharded = first & np.append(False, actions.stage[positions[1:]] == actions.stage[positions[:-1]])
     numbers = first.nonzero()[0]
     never = numbers[~resharded[numbers]]
-    yield Problem("not_unsharded", never, lambda number: _not_unsharded(leaves, run(number)))
-    yield Problem("resharded_in_use", resharded.nonzero()[0], lambda number: _resharded_in_use(leaves, run(number)))
+    yield Problem("not_unsharded", never, lambda number: _not_unsharded(actions, run(number)))
+    yield Problem("resharded_in_use", resharded.nonzero()[0], lambda number: _resharded_in_use(actions, run(number)))
 
 
 class _Run(NamedTuple):
@@ -126,41 +128,41 @@ class _Run(NamedTuple):
     after: int | None
 
 
-def _more(leaves: Leaves, run: _Run) -> str:
+def _more(actions: ActionTable, run: _Run) -> str:
     """The uses behind the first one, in words."""
     if run.uses == 1:
         return ""
-    end = f"until {_named(leaves, run.after)}" if run.after is not None else "to the end"
+    end = f"until {_named(actions, run.after)}" if run.after is not None else "to the end"
     return f" (and {run.uses - 1} more {end})"
 
 
-def _named(leaves: Leaves, place: int) -> str:
-    return f"{action_at(leaves, place)} at step {position(leaves, place)[1]}"
+def _named(actions: ActionTable, position: int) -> str:
+    return f"{action_at(actions, position)} at step {rank_and_step(actions, position)[1]}"
 
 
-def _not_unsharded(leaves: Leaves, run: _Run) -> Finding:
-    action, (rank, step) = action_at(leaves, run.first), position(leaves, run.first)
+def _not_unsharded(actions: ActionTable, run: _Run) -> Finding:
+    action, (rank, step) = action_at(actions, run.first), rank_and_step(actions, run.first)
     unshard = Action(action.stage_index, UNSHARD)
-    late = run.after is not None and leaves.is_kind(np.array([run.after]), UNSHARD).all()
+    late = run.after is not None and actions.is_kind(np.array([run.after]), UNSHARD).all()
     return Finding(
         "not_unsharded",
         rank,
         step,
         action,
-        f"{action} runs on a stage that was not unsharded{_more(leaves, run)}",
+        f"{action} runs on a stage that was not unsharded{_more(actions, run)}",
         f"{'move' if late else 'add'} {unshard} before it",
         ((rank, step),),
     )
 
 
-def _resharded_in_use(leaves: Leaves, run: _Run) -> Finding:
-    action, (rank, step) = action_at(leaves, run.first), position(leaves, run.first)
+def _resharded_in_use(actions: ActionTable, run: _Run) -> Finding:
+    action, (rank, step) = action_at(actions, run.first), rank_and_step(actions, run.first)
     assert run.before is not None
-    reshard, unshard = action_at(leaves, run.before), Action(action.stage_index, UNSHARD)
+    reshard, unshard = action_at(actions, run.before), Action(action.stage_index, UNSHARD)
     if run.after is None:
-        fix = f"move {reshard} behind {action_at(leaves, run.last)}"
-    elif leaves.is_kind(np.array([run.after]), UNSHARD).all():
-        fix = f"move {reshard} behind {action_at(leaves, run.last)}, or {unshard} before {action}"
+        fix = f"move {reshard} behind {action_at(actions, run.last)}"
+    elif actions.is_kind(np.array([run.after]), UNSHARD).all():
+        fix = f"move {reshard} behind {action_at(actions, run.last)}, or {unshard} before {action}"
     else:
         fix = f"drop that {reshard}, or add {unshard} before {action}"
     return Finding(
@@ -168,7 +170,7 @@ def _resharded_in_use(leaves: Leaves, run: _Run) -> Finding:
         rank,
         step,
         action,
-        f"{action} runs on a stage that was resharded before it, by {_named(leaves, run.before)}{_more(leaves, run)}",
+        f"{action} runs on a stage that was resharded before it, by {_named(actions, run.before)}{_more(actions, run)}",
         fix,
-        (position(leaves, run.before), (rank, step)),
+        (rank_and_step(actions, run.before), (rank, step)),
     )

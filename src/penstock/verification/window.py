@@ -62,8 +62,8 @@ def _around_mark(ranks: int, steps: int, finding: Finding, mark: Mark) -> Window
     return Window(_around((low + high + 1) // 2, ranks, max(RANKS, high - low + 1)), shown)
 
 
-def _around(place: int, total: int, size: int) -> range:
-    start = max(0, min(place - size // 2, total - size))
+def _around(position: int, total: int, size: int) -> range:
+    start = max(0, min(position - size // 2, total - size))
     return range(start, min(total, start + size))
 
 

@@ -93,11 +93,11 @@ def blocks_of(timeline: Timeline) -> Blocks:
     """The blocks of a timeline; what takes no time has none."""
     flow = timeline.flow
     cells = flow.blocking[timeline.end[flow.blocking] > timeline.start[flow.blocking]]
-    ends = np.append(flow.first_leaf[1:], len(flow.leaves))
-    parts = (ends - flow.first_leaf)[cells]
+    ends = np.append(flow.first_action[1:], len(flow.actions))
+    parts = (ends - flow.first_action)[cells]
     first = np.cumsum(parts) - parts
-    leaves = np.repeat(flow.first_leaf[cells] - first, parts) + np.arange(int(parts.sum()))
-    codes = flow.leaves.codes[leaves]
+    actions = np.repeat(flow.first_action[cells] - first, parts) + np.arange(int(parts.sum()))
+    codes = flow.actions.codes[actions]
     later = np.repeat(flow.step[cells], parts) * (packed.microbatches(codes) >= 0)
     codes = packed.shift_microbatches(codes, -later.astype(np.int64) * flow.schedule.microbatches)
     start, end = timeline.start[cells], timeline.end[cells]

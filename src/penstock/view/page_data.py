@@ -67,7 +67,7 @@ def _cells(timeline: Timeline) -> dict[str, Any]:
     """The actions rank by rank in order, sends and receives too; ``first`` is where each rank begins."""
     flow = timeline.flow
     return {
-        "first": flow.leaves.first_cell.tolist(),
+        "first": flow.actions.first_cell.tolist(),
         "start": _short(timeline.start.tolist()),
         "end": _short(timeline.end.tolist()),
         "step": flow.step.tolist() if flow.steps > 1 else None,
@@ -81,8 +81,8 @@ def _looks(timeline: Timeline) -> Ints:
     """The look of each cell, by its place among all looks."""
     flow = timeline.flow
     of_type = np.array([0, *(_LOOK_NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
-    looks = of_type[flow.leaves.kind[flow.first_leaf]]
-    several = np.diff(np.append(flow.first_leaf, len(flow.leaves))) > 1
+    looks = of_type[flow.actions.kind[flow.first_action]]
+    several = np.diff(np.append(flow.first_action, len(flow.actions))) > 1
     return np.where(several, _LOOK_NAMES.index(look_name(OVERLAP_F_B)), looks)
 
 
@@ -105,7 +105,7 @@ def _is_need(timeline: Timeline) -> NDArray[np.bool_]:
     flow = timeline.flow
     is_need = ~np.isin(flow.reason, [LANE, ROOM])
     waiting = flow.graph.waiting
-    receives = flow.leaves.is_kind(waiting, RECV_F) | flow.leaves.is_kind(waiting, RECV_B)
+    receives = flow.actions.is_kind(waiting, RECV_F) | flow.actions.is_kind(waiting, RECV_B)
     is_need[: len(waiting)] &= ~(receives & (flow.graph.reason == POST))
     return np.asarray(is_need)
 
