@@ -42,7 +42,7 @@ class _TensorMeta:
     def to_tensor(self, device: torch.device | str) -> torch.Tensor:
         """A tensor like this, with any values; it requires a gradient only if one can be made for its type."""
         tensor = _make_tensor_from_meta(self, device)
-        return tensor.requires_grad_(self.requires_grad) if tensor.is_floating_point() else tensor
+        return tensor.requires_grad_(self.requires_grad) if is_differentiable(self.dtype) else tensor
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
         """What differs, in words. Whether a gradient is required does not count: it depends on how a stage is run."""
@@ -94,7 +94,7 @@ class _DTensorMeta(_TensorMeta):
             stride=self.global_stride,
         )
         # Afterwards, so that it is a leaf.
-        if self.requires_grad and distributed.is_floating_point():
+        if self.requires_grad and is_differentiable(self.dtype):
             distributed.requires_grad_(True)
         return distributed
 
@@ -165,6 +165,15 @@ class InferenceMode(Enum):
             return True
         gradients_known = meta.input_grads is not None and meta.output_grads is not None
         return stage_has_backward and meta.has_dtensors() and not gradients_known
+
+
+def is_differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can have a gradient.
+
+    >>> [is_differentiable(dtype) for dtype in (torch.float16, torch.complex64, torch.int64)]
+    [True, True, False]
+    """
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _make_tensor_from_meta(meta: _TensorMeta, device: torch.device | str) -> torch.Tensor:

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from penstock.pipelining._stage.base import _PipelineStageBase
+from penstock.pipelining._stage.metadata import is_differentiable
 from penstock.pipelining._stage.state import logger
 from penstock.pipelining._stage.transfers import _RecvInfo
 from penstock.pipelining._utils import (
@@ -136,7 +137,7 @@ class _PipelineStage(_PipelineStageBase):
 
     def _described(self, example: torch.Tensor) -> _TensorMeta:
         """What goes from stage to stage. It was traced without gradients, whatever the training needs."""
-        needed = self.has_backward and example.is_floating_point()
+        needed = self.has_backward and is_differentiable(example.dtype)
         return _TensorMeta(example.shape, example.stride(), example.dtype, needed)
 
     def _refuse_distributed(self, example: object, what: str) -> None:
