@@ -11,9 +11,9 @@ from penstock.graph import array_blocks as blocks
 from penstock.graph.action_table import ActionTable
 from penstock.graph.comm_model import MODELS
 from penstock.graph.events import REASONS, RankRange, event_graph, rank_ranges
-from penstock.lowering.send_receive import in_turns
+from penstock.lowering.send_receive import send_receive_with_turns
 from penstock.schedules.registry import RECIPES
-from penstock.verification.deadlock import deadlocked
+from penstock.verification.deadlock import check_deadlock
 
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 
@@ -74,10 +74,10 @@ def test_lowered_in_small_blocks(recipe, options, small):
     for ranks, microbatches in ((1, 3), (2, 1), (4, 6)):
         schedule = ps.build(recipe.name, ranks=ranks, microbatches=microbatches)
         small(True)
-        in_blocks, turns_in_blocks = ps.lower(schedule, **options), in_turns(schedule)[1]
+        in_blocks, turns_in_blocks = ps.lower(schedule, **options), send_receive_with_turns(schedule)[1]
         small(False)
         assert in_blocks == ps.lower(schedule, **options)
-        assert turns_in_blocks.tolist() == in_turns(schedule)[1].tolist()
+        assert turns_in_blocks.tolist() == send_receive_with_turns(schedule)[1].tolist()
 
 
 @EVERY_RECIPE
@@ -110,4 +110,4 @@ def test_turns_that_prove_nothing_prove_nothing_rank_by_rank(small):
     actions, model = ActionTable(ps.Schedule(rows)), ps.CommModel("rendezvous", "pair")
     small(True)
     for turns in (np.arange(8), np.zeros(8, np.int64), np.array([0, 1, 2, 3, 1, 3, 4, 5])):
-        assert [problem.kind for problem in deadlocked(actions, model, turns)] == ["deadlock"]
+        assert [problem.kind for problem in check_deadlock(actions, model, turns)] == ["deadlock"]

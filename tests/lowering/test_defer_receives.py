@@ -9,11 +9,11 @@ import penstock as ps
 from penstock.graph import array_blocks as blocks
 from penstock.graph.action_table import ActionTable
 from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
-from penstock.lowering.defer_receives import defer_receives, in_time
+from penstock.lowering.defer_receives import defer_receives, defer_with_turns
 from penstock.lowering.pipeline import WITHOUT_LANES
-from penstock.lowering.send_receive import in_turns, send_receive
+from penstock.lowering.send_receive import send_receive, send_receive_with_turns
 from penstock.schedules.registry import RECIPES
-from penstock.verification.deadlock import deadlocked
+from penstock.verification.deadlock import check_deadlock
 
 USED_BY = {RECV_F: ("F",), RECV_B: ("B", "I")}
 STAGE_OFFSET = {SEND_F: 1, SEND_B: -1, RECV_F: -1, RECV_B: 1}
@@ -109,16 +109,16 @@ def test_receives_that_were_posted_anywhere_before_their_use(recipe, ranks, micr
 def test_the_turns_are_a_witness_for_late_receives_too(recipe, look_ahead, monkeypatch):
     monkeypatch.setattr("penstock.verification.deadlock._starts", None)  # a walk would fail
     for ranks, microbatches in ((1, 2), (2, 5), (4, 6)):
-        given_turns = in_turns(ps.build(recipe.name, ranks=ranks, microbatches=microbatches))
+        given_turns = send_receive_with_turns(ps.build(recipe.name, ranks=ranks, microbatches=microbatches))
         before = given_turns[1].copy()
-        late, turns = in_time(*given_turns, look_ahead)
-        assert not list(deadlocked(ActionTable(late), WITHOUT_LANES, turns))
+        late, turns = defer_with_turns(*given_turns, look_ahead)
+        assert not list(check_deadlock(ActionTable(late), WITHOUT_LANES, turns))
         assert np.array_equal(given_turns[1], before)
 
 
 def test_the_turns_do_not_hide_that_late_receives_get_into_each_others_way():
     schedule = ps.build("InterleavedZeroBubble", ranks=4, microbatches=8)
-    late, turns = in_time(*in_turns(schedule))
+    late, turns = defer_with_turns(*send_receive_with_turns(schedule))
     model = ps.CommModel("rendezvous", "pair")
-    found = [problem.kind for problem in deadlocked(ActionTable(late), model, turns)]
+    found = [problem.kind for problem in check_deadlock(ActionTable(late), model, turns)]
     assert found == [finding.kind for finding in ps.check(late, model=model)] == ["deadlock"]

@@ -13,11 +13,11 @@ from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.lowering import pipeline
 from penstock.lowering.defer_receives import defer_receives
 from penstock.lowering.reduce_gradients import reduce_gradients
-from penstock.lowering.send_receive import in_turns, send_receive
+from penstock.lowering.send_receive import send_receive, send_receive_with_turns
 from penstock.lowering.unshard_reshard import unshard_reshard
 from penstock.schedules.registry import RECIPES
 from penstock.verification.check import verify_change
-from penstock.verification.deadlock import deadlocked
+from penstock.verification.deadlock import check_deadlock
 
 PASSES = (
     (unshard_reshard, {UNSHARD, RESHARD}),
@@ -60,16 +60,16 @@ def test_turns_that_prove_nothing_do_not_hide_a_deadlock():
     actions = ActionTable(schedule)
     model = ps.CommModel("rendezvous", "pair")
     for turns in (np.arange(8), np.zeros(8, np.int64), np.array([0, 1, 2, 3, 1, 3, 4, 5])):
-        assert [problem.kind for problem in deadlocked(actions, model, turns)] == ["deadlock"]
+        assert [problem.kind for problem in check_deadlock(actions, model, turns)] == ["deadlock"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_turns_of_send_receive_are_a_witness_under_every_model(recipe, monkeypatch):
-    lowered, turns = in_turns(ps.build(recipe.name, ranks=4, microbatches=6))
+    lowered, turns = send_receive_with_turns(ps.build(recipe.name, ranks=4, microbatches=6))
     monkeypatch.setattr("penstock.verification.deadlock._starts", None)  # a walk would fail
     for buffering in ("rendezvous", "bounded(1)", "eager"):
         for lanes in ps.LANES:
-            assert not list(deadlocked(ActionTable(lowered), ps.CommModel(buffering, lanes), turns))
+            assert not list(check_deadlock(ActionTable(lowered), ps.CommModel(buffering, lanes), turns))
 
 
 def test_a_pass_that_breaks_something_is_caught(monkeypatch):

@@ -3,7 +3,7 @@
 from textwrap import dedent
 
 import penstock as ps
-from penstock.verification.window import picture
+from penstock.verification.window import draw_findings
 
 
 def forwards(ranks, microbatches):
@@ -12,7 +12,7 @@ def forwards(ranks, microbatches):
 
 def drawn(rows, **options):
     schedule = ps.Schedule(rows)
-    return picture(schedule, ps.check(schedule), **options)
+    return draw_findings(schedule, ps.check(schedule), **options)
 
 
 def test_all_of_a_small_one_and_no_word_on_it():
@@ -55,7 +55,7 @@ def test_what_a_finding_marks_on_far_ranks_is_in_sight():
         [["0F0", "0B0", "0F1", "0B1"], *([f"{r}F0", f"{r}F1", f"{r}B0", f"{r}B1"] for r in range(1, 20))]
     )
     finding = ps.check(stuck)[0]
-    assert picture(stuck, [finding]).count("^^^") == len(finding.marks)
+    assert draw_findings(stuck, [finding]).count("^^^") == len(finding.marks)
 
 
 def test_a_window_is_folded():

@@ -22,7 +22,7 @@ from penstock.ir.schedule import Schedule
 from penstock.verification.check import DEFAULT_MODEL, check, safe_models
 from penstock.verification.findings import Finding
 from penstock.verification.memory import peaks
-from penstock.verification.window import picture
+from penstock.verification.window import draw_findings
 
 
 def check_command(
@@ -118,7 +118,7 @@ def _report(console: Console, checked: Checked, width: int | None) -> None:
     if held := checked.peaks:
         console.print(_memory_told(held, checked.memory_limit), soft_wrap=whole)
     if checked.findings:
-        console.print("\n" + picture(checked.schedule, checked.findings, width), soft_wrap=True, markup=False)
+        console.print("\n" + draw_findings(checked.schedule, checked.findings, width), soft_wrap=True, markup=False)
     if models := checked.models:
         console.print()
         console.print(_table(models))

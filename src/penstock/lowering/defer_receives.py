@@ -13,7 +13,7 @@ from penstock.ir import packed
 from penstock.ir.actions import LARGEST_INDEX
 from penstock.ir.dependencies import TRANSFER_TYPES, TRANSFERS
 from penstock.ir.numbers import whole_number
-from penstock.lowering.rows import taken_apart
+from penstock.lowering.rows import table_of
 
 if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable, Positions
@@ -34,19 +34,19 @@ def defer_receives(schedule: Schedule | ActionTable, look_ahead: int | None = No
     ...     )).actions[0]
     (1RECV_F0, 1F0, 1RECV_F1, 1F1)
     """
-    return in_time(schedule, None, look_ahead)[0]
+    return defer_with_turns(schedule, None, look_ahead)[0]
 
 
-def in_time(
+def defer_with_turns(
     schedule: Schedule | ActionTable, turns: Positions | None, look_ahead: int | None = None
 ) -> tuple[Schedule, Positions | None]:
-    """As ``defer_receives``; and if the turns are known in which the actions happen, see ``in_turns``, those as well.
+    """Defer receives, and update the turns in which the actions happen, if known; see ``send_receive_with_turns``.
 
-    A transfer that happened before its receive is posted now happens right after the action before that.
+    A transfer whose receive is now posted later than it used to happen gets a turn after the preceding action.
     """
     if look_ahead is not None:
         look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
-    actions = taken_apart(schedule)
+    actions = table_of(schedule)
     order = np.empty(len(actions), np.int32)
     later = None if turns is None else turns.copy()
     for ranks in row_blocks(actions.offsets.tolist()):

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.ir import packed
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
-from penstock.lowering.rows import taken_apart
+from penstock.lowering.rows import table_of
 
 if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable
@@ -24,7 +24,7 @@ def merge_backward(schedule: Schedule | ActionTable) -> Schedule:
     >>> merge_backward(Schedule([["0F0", "0F1", "0I0", None, "0W0", "0I1"]])).actions[0]
     (0F0, 0F1, 0B0, 0I1)
     """
-    actions = taken_apart(schedule)
+    actions = table_of(schedule)
     codes, rank = actions.codes, actions.rank
     inputs = actions.positions_of(BACKWARD_INPUT)
     inputs = inputs[inputs < len(codes) - 1]

@@ -16,11 +16,11 @@ from penstock.ir.actions import (
 )
 from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.schedule import Schedule
-from penstock.lowering.defer_receives import in_time
-from penstock.lowering.merge_backward import merge_backward as merged
+from penstock.lowering.defer_receives import defer_with_turns
+from penstock.lowering.merge_backward import merge_backward
 from penstock.lowering.reduce_gradients import reduce_gradients
-from penstock.lowering.rows import taken_apart
-from penstock.lowering.send_receive import in_turns
+from penstock.lowering.rows import table_of
+from penstock.lowering.send_receive import send_receive_with_turns
 from penstock.lowering.unshard_reshard import unshard_reshard
 from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, verify_structure
 
@@ -79,9 +79,9 @@ def lower(
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
     # That the compute actions do not wait in a circle is proved when they take turns, with their transfers.
-    actions, turns = taken_apart(verify_structure(schedule)), None
+    actions, turns = table_of(verify_structure(schedule)), None
     if merge_backward:
-        actions = verify_structure(merged(actions))
+        actions = _merge_backwards(actions)
     for lowering in _lowerings(
         max_active_stages=max_active_stages if unshard else None,
         reduce=reduce,
@@ -116,13 +116,17 @@ def _lowerings(
 ) -> Iterator[_Lowering]:
     if max_active_stages is not None:
         unsharded = partial(unshard_reshard, max_active_stages=max_active_stages)
-        yield _Lowering(_unwitnessed(unsharded), frozenset({UNSHARD, RESHARD}))
+        yield _Lowering(_without_turns(unsharded), frozenset({UNSHARD, RESHARD}))
     if reduce:
-        yield _Lowering(_unwitnessed(reduce_gradients), frozenset({REDUCE_GRAD}))
-    yield _Lowering(lambda actions, _: in_turns(actions), frozenset(TRANSFER_TYPES))
+        yield _Lowering(_without_turns(reduce_gradients), frozenset({REDUCE_GRAD}))
+    yield _Lowering(lambda actions, _: send_receive_with_turns(actions), frozenset(TRANSFER_TYPES))
     if defer_receives:
-        yield _Lowering(partial(in_time, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
+        yield _Lowering(partial(defer_with_turns, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
 
 
-def _unwitnessed(run: Callable[[ActionTable], Schedule]) -> Pass:
+def _merge_backwards(actions: ActionTable) -> ActionTable:
+    return verify_structure(merge_backward(actions))
+
+
+def _without_turns(run: Callable[[ActionTable], Schedule]) -> Pass:
     return lambda actions, _: (run(actions), None)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.ir import packed
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD
-from penstock.lowering.rows import cell_ends, inserted, last_of_each_stage, taken_apart
+from penstock.lowering.rows import cell_ends, insert, last_of_each_stage, table_of
 
 if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable
@@ -20,7 +20,7 @@ def reduce_gradients(schedule: Schedule | ActionTable) -> Schedule:
     >>> reduce_gradients(Schedule([["0F0", "1F0", "1B0", "0I0", "0W0"]])).actions[0]
     (0F0, 1F0, 1B0, 1REDUCE_GRAD, 0I0, 0W0, 0REDUCE_GRAD)
     """
-    actions = taken_apart(schedule)
+    actions = table_of(schedule)
     last = last_of_each_stage(actions, actions.positions_of(FULL_BACKWARD, BACKWARD_WEIGHT))
     reductions = packed.pack(actions.stage[last], REDUCE_GRAD, None)
-    return inserted(actions, cell_ends(actions, last), reductions, actions.rank[last])
+    return insert(actions, cell_ends(actions, last), reductions, actions.rank[last])

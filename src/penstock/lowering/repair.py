@@ -8,7 +8,7 @@ from penstock.errors import VerificationError
 from penstock.lowering.send_receive import send_receive
 from penstock.verification.check import DEFAULT_MODEL, check
 from penstock.verification.deadlock import without_transfers
-from penstock.verification.window import picture
+from penstock.verification.window import draw_findings
 
 if TYPE_CHECKING:
     from penstock.graph.comm_model import CommModel
@@ -32,5 +32,5 @@ def repair(schedule: Schedule, model: CommModel = DEFAULT_MODEL) -> Schedule:
     others = [finding for finding in findings if finding.kind != "deadlock"] or check(compute, model=model)
     if others:
         broken = schedule if others[0] in findings else compute
-        raise VerificationError(others, picture(broken, others))
+        raise VerificationError(others, draw_findings(broken, others))
     return send_receive(compute)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
 
 
-def taken_apart(schedule: Schedule | ActionTable) -> ActionTable:
+def table_of(schedule: Schedule | ActionTable) -> ActionTable:
     """The actions of a schedule without its idle steps; as they are if somebody has taken it apart already."""
     actions = schedule if isinstance(schedule, ActionTable) else ActionTable(schedule)
     if len(actions) == len(actions.schedule.codes):
         return actions
-    return ActionTable(rebuilt(actions.schedule, actions.codes, actions.rank))
+    return ActionTable(with_actions(actions.schedule, actions.codes, actions.rank))
 
 
 def ranks_of(schedule: Schedule) -> NDArray[np.int64]:
@@ -33,15 +33,15 @@ def ranks_of(schedule: Schedule) -> NDArray[np.int64]:
 def without_idle(schedule: Schedule) -> Schedule:
     """Drop the idle steps: they take no time, and a lowered schedule has none."""
     busy = schedule.codes != packed.IDLE
-    return schedule if busy.all() else rebuilt(schedule, schedule.codes[busy], ranks_of(schedule)[busy])
+    return schedule if busy.all() else with_actions(schedule, schedule.codes[busy], ranks_of(schedule)[busy])
 
 
-def rebuilt(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[Any]]) -> Schedule:
+def with_actions(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[Any]]) -> Schedule:
     """The same schedule with these actions, which are in the order of their ranks."""
     return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1, dtype=ranks.dtype)))
 
 
-def inserted(actions: ActionTable, positions: Positions, codes: Codes, ranks: Positions) -> Schedule:
+def insert(actions: ActionTable, positions: Positions, codes: Codes, ranks: Positions) -> Schedule:
     """The same schedule with more actions: each before the one at its place, on its rank; they come in order."""
     schedule, after = actions.schedule, positions + np.arange(len(positions))
     stays = np.ones(len(actions) + len(positions), bool)

@@ -13,7 +13,7 @@ from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.graph.sorting import order_by, stable_order
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFERS
-from penstock.lowering.rows import taken_apart
+from penstock.lowering.rows import table_of
 
 if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable, Positions
@@ -43,15 +43,15 @@ def send_receive(schedule: Schedule) -> Schedule:
     rank 0 0F0      0SEND_F0 0RECV_B0 0B0
     rank 1 1RECV_F0 1F0      1B0      1SEND_B0
     """
-    return in_turns(schedule)[0]
+    return send_receive_with_turns(schedule)[0]
 
 
-def in_turns(schedule: Schedule | ActionTable) -> tuple[Schedule, Positions]:
+def send_receive_with_turns(schedule: Schedule | ActionTable) -> tuple[Schedule, Positions]:
     """As ``send_receive``, and of every action when its turn is: whatever it waits for has an earlier one.
 
     A send and its receive have one turn, and so have the sub-actions of an overlap.
     """
-    actions = taken_apart(schedule)
+    actions = table_of(schedule)
     rounds, transfers = _rounds(actions), _transfers(actions)
     offsets = actions.offsets + transfers.sent + transfers.received
     latest = (int(rounds.max(initial=0)) + 1) * actions.schedule.ranks * (transfers.most_at_once + 1)

@@ -10,7 +10,7 @@ from penstock.graph.active_stages import active_stage_changes
 from penstock.ir import packed
 from penstock.ir.actions import RESHARD, UNSHARD
 from penstock.ir.numbers import whole_number
-from penstock.lowering.rows import cell_ends, inserted, last_of_each_stage, taken_apart
+from penstock.lowering.rows import cell_ends, insert, last_of_each_stage, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,8 +32,8 @@ def unshard_reshard(schedule: Schedule | ActionTable, max_active_stages: int = 3
     (0UNSHARD, 0F0, 0RESHARD, 1UNSHARD, 1F0, 1B0, 1RESHARD, 0UNSHARD, 0B0, 0RESHARD)
     """
     max_active_stages = whole_number("max_active_stages", max_active_stages, least=1)
-    actions = taken_apart(schedule)
-    return inserted(actions, *(_all_at_once(actions, max_active_stages) or _rank_by_rank(actions, max_active_stages)))
+    actions = table_of(schedule)
+    return insert(actions, *(_all_at_once(actions, max_active_stages) or _rank_by_rank(actions, max_active_stages)))
 
 
 def _all_at_once(actions: ActionTable, limit: int) -> Additions | None:

@@ -12,15 +12,15 @@ from penstock.ir.actions import COMPUTE, FORWARD, REDUCE_GRAD, RESHARD, UNSHARD,
 from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.placement import first_gap
 from penstock.ir.schedule import Schedule
-from penstock.verification.completeness import misplaced, missing, repeated
-from penstock.verification.deadlock import deadlocked, is_free
-from penstock.verification.findings import Finding, found, told
-from penstock.verification.memory import over_memory
-from penstock.verification.order import disordered
-from penstock.verification.reductions import wrongly_reduced
-from penstock.verification.sharding import wrongly_sharded
-from penstock.verification.transfers import untransferred
-from penstock.verification.window import picture
+from penstock.verification.completeness import check_completeness, check_duplicates, check_placement
+from penstock.verification.deadlock import check_deadlock, is_deadlock_free
+from penstock.verification.findings import Finding, collect, report
+from penstock.verification.memory import check_memory
+from penstock.verification.order import check_order
+from penstock.verification.reductions import check_reductions
+from penstock.verification.sharding import check_sharding
+from penstock.verification.transfers import check_transfers
+from penstock.verification.window import draw_findings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,17 +54,17 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
 
 def _all_findings(actions: ActionTable, model: CommModel, memory_limit: float | None = None) -> list[Finding]:
     if is_too_sparse(actions.schedule):
-        return [_sparse(actions.schedule)]
-    problems = found(_structure(actions))
-    problems += found([deadlocked(actions, model, alone=not problems)])
+        return [_sparse_finding(actions.schedule)]
+    problems = collect(_structure(actions))
+    problems += collect([check_deadlock(actions, model, only_problem=not problems)])
     if memory_limit is not None:
-        problems += found([over_memory(actions, memory_limit)])
-    return told(problems)
+        problems += collect([check_memory(actions, memory_limit)])
+    return report(problems)
 
 
 def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit: float | None = None) -> None:
     """Raise ``VerificationError`` with everything that is wrong, shown on the grid; return if nothing is."""
-    _refuse(schedule, check(schedule, model=model, memory_limit=memory_limit))
+    _raise_if_any(schedule, check(schedule, model=model, memory_limit=memory_limit))
 
 
 def verify_structure(schedule: Schedule) -> ActionTable:
@@ -74,7 +74,9 @@ def verify_structure(schedule: Schedule) -> ActionTable:
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     actions = ActionTable(schedule)
-    _refuse(schedule, [_sparse(schedule)] if is_too_sparse(schedule) else told(found(_structure(actions))))
+    _raise_if_any(
+        schedule, [_sparse_finding(schedule)] if is_too_sparse(schedule) else report(collect(_structure(actions)))
+    )
     return actions
 
 
@@ -96,24 +98,24 @@ def verify_change(
         after: what is to be proved.
         touched: the types of the actions that came or moved.
         model: how communication behaves.
-        turns: a witness that nothing waits in a circle, see ``deadlocked``.
+        turns: a witness that nothing waits in a circle, see ``check_deadlock``.
     """
     actions = before.extended_to(after, touched) if touched.isdisjoint(COMPUTE) else None
     if actions is None:
         actions = ActionTable(after)
-        _refuse(after, _all_findings(actions, model))
+        _raise_if_any(after, _all_findings(actions, model))
         return actions
-    problems = [misplaced(actions)]
+    problems = [check_placement(actions)]
     if touched & {UNSHARD, RESHARD}:
-        problems.append(wrongly_sharded(actions))
+        problems.append(check_sharding(actions))
     if REDUCE_GRAD in touched:
-        problems.append(wrongly_reduced(actions))
+        problems.append(check_reductions(actions))
     if not touched.isdisjoint(TRANSFER_TYPES):
-        problems += [repeated(actions), untransferred(actions)]
-    wrong = found(problems)
+        problems += [check_duplicates(actions), check_transfers(actions)]
+    wrong = collect(problems)
     if not touched.isdisjoint(TRANSFER_TYPES):
-        wrong += deadlocked(actions, model, turns, alone=not wrong)
-    _refuse(after, told(wrong))
+        wrong += check_deadlock(actions, model, turns, only_problem=not wrong)
+    _raise_if_any(after, report(wrong))
     return actions
 
 
@@ -125,25 +127,25 @@ def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     actions = ActionTable(schedule)
-    _refuse(schedule, told(found(_structure(actions))))
-    return {model: is_free(actions, model) for model in MODELS}
+    _raise_if_any(schedule, report(collect(_structure(actions))))
+    return {model: is_deadlock_free(actions, model) for model in MODELS}
 
 
-def _refuse(schedule: Schedule, findings: list[Finding]) -> None:
+def _raise_if_any(schedule: Schedule, findings: list[Finding]) -> None:
     if findings:
-        raise VerificationError(findings, picture(schedule, findings))
+        raise VerificationError(findings, draw_findings(schedule, findings))
 
 
 def _structure(actions: ActionTable) -> list[Iterator[Problem]]:
     """Everything but waiting and memory."""
     return [
-        misplaced(actions),
-        repeated(actions),
-        missing(actions),
-        disordered(actions),
-        untransferred(actions),
-        wrongly_sharded(actions),
-        wrongly_reduced(actions),
+        check_placement(actions),
+        check_duplicates(actions),
+        check_completeness(actions),
+        check_order(actions),
+        check_transfers(actions),
+        check_sharding(actions),
+        check_reductions(actions),
     ]
 
 
@@ -162,7 +164,7 @@ def _is_limit(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
-def _sparse(schedule: Schedule) -> Finding:
+def _sparse_finding(schedule: Schedule) -> Finding:
     """So much is missing that one example has to do."""
     codes = schedule.codes
     mine = codes[(packed.types(codes) == packed.TYPE_NUMBER[FORWARD]) & (packed.stages(codes) == 0)]

@@ -15,7 +15,7 @@ from penstock.ir.actions import (
     Action,
     ComputationType,
 )
-from penstock.verification.findings import Finding, Problem, action_at, at, rank_and_step
+from penstock.verification.findings import Finding, Problem, action_at, describe_at, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable
 
 
-def misplaced(actions: ActionTable) -> Iterator[Problem]:
+def check_placement(actions: ActionTable) -> Iterator[Problem]:
     """Actions on a rank that does not hold their stage, and microbatches that there are not."""
     schedule = actions.schedule
     if actions.all_placed:
@@ -32,7 +32,7 @@ def misplaced(actions: ActionTable) -> Iterator[Problem]:
     away = ~unknown
     away[away] = actions.rank_of_stage[actions.stage[away]] != actions.rank[away]
 
-    def tell(position: int) -> Finding:
+    def describe(position: int) -> Finding:
         action, (rank, step) = action_at(actions, position), rank_and_step(actions, position)
         home = int(actions.rank_of_stage[actions.stage[position]])
         return Finding(
@@ -40,35 +40,33 @@ def misplaced(actions: ActionTable) -> Iterator[Problem]:
             f"move it to rank {home}", ((rank, step),),
         )  # fmt: skip
 
-    yield Problem("misplaced", np.flatnonzero(away), tell)
-    yield Problem(
-        "misplaced",
-        np.flatnonzero(unknown),
-        at(actions, "misplaced", f"{{}} is of a stage that there is not; there are {schedule.stages}", "drop it"),
-    )
-    yield Problem(
-        "microbatch",
-        np.flatnonzero(actions.microbatch >= schedule.microbatches),
-        at(
-            actions,
-            "microbatch",
-            f"{{}} is of a microbatch that there is not; there are {schedule.microbatches}",
-            "drop it, or say that there are more: microbatches=, or in a .json file",
-        ),
-    )
+    def describe_stage(position: int) -> Finding:
+        known = _count(schedule.stages, "stage")
+        message = f"{{}} refers to stage {actions.stage[position]}, but there {known}"
+        return describe_at(actions, "misplaced", message, "drop it")(position)
+
+    def describe_microbatch(position: int) -> Finding:
+        known = _count(schedule.microbatches, "microbatch")
+        message = f"{{}} refers to microbatch {actions.microbatch[position]}, but there {known}"
+        fix = 'drop it, or raise the number of microbatches (microbatches=, or "microbatches" in a .json file)'
+        return describe_at(actions, "microbatch", message, fix)(position)
+
+    yield Problem("misplaced", np.flatnonzero(away), describe)
+    yield Problem("misplaced", np.flatnonzero(unknown), describe_stage)
+    yield Problem("microbatch", np.flatnonzero(actions.microbatch >= schedule.microbatches), describe_microbatch)
 
 
-def repeated(actions: ActionTable) -> Iterator[Problem]:
+def check_duplicates(actions: ActionTable) -> Iterator[Problem]:
     """The same action twice."""
     again = actions.duplicates
     if not len(again):
         return
     for kind in ComputationType:
         mine = again[actions.is_kind(again, kind)]
-        yield Problem("repeated", mine, at(actions, "repeated", "{} is there a second time", "drop it"))
+        yield Problem("repeated", mine, describe_at(actions, "repeated", "{} appears twice", "drop it"))
 
 
-def missing(actions: ActionTable) -> Iterator[Problem]:
+def check_completeness(actions: ActionTable) -> Iterator[Problem]:
     """What a stage does not do for a microbatch, and a backward that is there both whole and in halves."""
     no_forward, no_whole, no_first, no_second = (
         actions.position_grid(kind) == NONE for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
@@ -85,14 +83,25 @@ def missing(actions: ActionTable) -> Iterator[Problem]:
     yield Problem(
         "backward_twice",
         halves[~no_whole & ~(no_first & no_second)],
-        at(actions, "backward_twice", "{} is half of a backward that is there as a whole too", "keep one of the two"),
+        describe_at(
+            actions, "backward_twice", "{} is half of a backward that also appears as a full B", "keep one of the two"
+        ),
     )
 
 
+def _count(number: int, noun: str) -> str:
+    """Say how many there are, and how they are numbered, after the word ``there``."""
+    if number == 0:
+        return f"is no {noun}"
+    if number == 1:
+        return f"is only {noun} 0"
+    return f"are {number} {noun}{'es' if noun.endswith('ch') else 's'} (0 to {number - 1})"
+
+
 def _absent(actions: ActionTable, kind: ComputationType) -> Callable[[int], Finding]:
-    def tell(slot: int) -> Finding:
+    def describe(slot: int) -> Finding:
         stage, microbatch = divmod(slot, actions.schedule.microbatches)
         action, rank = Action(stage, kind, microbatch), int(actions.rank_of_stage[stage])
         return Finding("missing", rank, None, action, f"{action} is missing", f"add it to rank {rank}")
 
-    return tell
+    return describe

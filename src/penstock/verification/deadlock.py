@@ -34,7 +34,7 @@ class Wait(NamedTuple):
     reason: str
 
 
-def is_free(actions: ActionTable, model: CommModel) -> bool:
+def is_deadlock_free(actions: ActionTable, model: CommModel) -> bool:
     """Whether the schedule runs to its end under this model, as far as waiting goes. O(n log n)."""
     return not (_starts(event_graph(actions, model)) == UNREACHED).any()
 
@@ -45,13 +45,13 @@ def without_transfers(schedule: Schedule) -> Schedule:
     return schedule.with_codes(schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets])
 
 
-def deadlocked(
-    actions: ActionTable, model: CommModel, turns: Ints | None = None, *, alone: bool = True
+def check_deadlock(
+    actions: ActionTable, model: CommModel, turns: Ints | None = None, *, only_problem: bool = True
 ) -> Iterator[Problem]:
     """The cycle that a deadlock is made of.
 
     Whoever made the schedule may hand over ``turns``, one per action. If everything that is waited for has an earlier
-    turn than what waits, there is no cycle, and no need to walk. ``alone`` says that nothing else is wrong.
+    turn than what waits, there is no cycle, and no need to walk. ``only_problem`` says that nothing else is wrong.
     """
     if turns is not None and all(_all_wait_for_earlier(part, model, turns) for part in rank_ranges(actions)):
         return
@@ -59,8 +59,10 @@ def deadlocked(
     starts = _starts(graph)
     if (starts != UNREACHED).all():
         return
-    cycle = _Stuck(graph, starts).cycle()
-    yield Problem("deadlock", np.zeros(1, np.int64), lambda _: _told(actions, cycle, model, alone=alone))
+    cycle = _BlockedGraph(graph, starts).cycle()
+    yield Problem(
+        "deadlock", np.zeros(1, np.int64), lambda _: _describe_cycle(actions, cycle, model, only_problem=only_problem)
+    )
 
 
 def _all_wait_for_earlier(part: RankRange, model: CommModel, turns: Ints) -> bool:
@@ -81,7 +83,7 @@ def _starts(graph: EventGraph) -> Ints:
     return longest_path(len(graph.node), graph.source, graph.target, np.ones(len(graph.awaited), np.int8))
 
 
-class _Stuck:
+class _BlockedGraph:
     """The part of a graph that no walk reached: every node in it waits for another one in it.
 
     A rank stands at its first action that was not reached, and a lane at its first operation; whatever comes later on
@@ -146,9 +148,9 @@ _BY_REASON: Final = {
 }
 
 
-def _told(actions: ActionTable, cycle: list[Wait], model: CommModel, *, alone: bool) -> Finding:
+def _describe_cycle(actions: ActionTable, cycle: list[Wait], model: CommModel, *, only_problem: bool) -> Finding:
     """In words: per rank where it is stuck, and what it would do for the rank before if it were not."""
-    stays = _stays(actions, cycle)
+    stays = _waiting_ranks(actions, cycle)
     links = [
         WaitingRank(
             int(actions.rank[stuck]),
@@ -169,22 +171,22 @@ def _told(actions: ActionTable, cycle: list[Wait], model: CommModel, *, alone: b
         step,
         action_at(actions, stays[0][0]),
         f"{message} (under {model})",
-        _advice(actions, model, alone=alone),
+        _advice(actions, model, only_problem=only_problem),
         marks,
     )
 
 
-def _advice(actions: ActionTable, model: CommModel, *, alone: bool) -> str:
+def _advice(actions: ActionTable, model: CommModel, *, only_problem: bool) -> str:
     """What to do about a deadlock: moving transfers helps unless the compute actions alone wait in a circle."""
     if not actions.has_transfers:
         return "reorder these: no order of transfers can help"
-    if not alone:
+    if not only_problem:
         return "mend what else is wrong first, and check again"
     compute = ActionTable(without_transfers(actions.schedule))
     graph = event_graph(compute, model)
     starts = _starts(graph)
     if (starts == UNREACHED).any():
-        stays = _stays(compute, _Stuck(graph, starts).cycle())[:MAX_LINKS]
+        stays = _waiting_ranks(compute, _BlockedGraph(graph, starts).cycle())[:MAX_LINKS]
         stuck = ", ".join(
             f"{action_at(compute, position)} on rank {compute.rank[position]}" for position, _, _ in stays
         )
@@ -192,7 +194,7 @@ def _advice(actions: ActionTable, model: CommModel, *, alone: bool) -> str:
     return "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"
 
 
-def _stays(actions: ActionTable, cycle: list[Wait]) -> list[tuple[int, int, str]]:
+def _waiting_ranks(actions: ActionTable, cycle: list[Wait]) -> list[tuple[int, int, str]]:
     """For each rank on the way round: where it is stuck, what the rank before waits for it to do, and why it waits."""
     ranks = [int(actions.rank[wait.waiting]) for wait in cycle]
     changes = [number for number in range(len(cycle)) if ranks[number] != ranks[number - 1]] or [0]

@@ -44,10 +44,10 @@ class Finding:
     marks: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        position = [] if self.rank is None else [f"rank {self.rank}"]
-        position += [] if self.step is None else [f"step {self.step}"]
-        told = f"{', '.join(position)}: {self.message}" if position else self.message
-        return f"{told}; {self.fix}" if self.fix else told
+        where = [] if self.rank is None else [f"rank {self.rank}"]
+        where += [] if self.step is None else [f"step {self.step}"]
+        text = f"{', '.join(where)}: {self.message}" if where else self.message
+        return f"{text}; {self.fix}" if self.fix else text
 
 
 class Problem(NamedTuple):
@@ -55,25 +55,25 @@ class Problem(NamedTuple):
 
     Attributes:
         kind: as in ``Finding``.
-        positions: the places in the leaves; for what is missing, whatever ``tell`` understands.
-        tell: makes the finding for one of the places.
+        positions: the places in the leaves; for what is missing, whatever ``describe`` understands.
+        describe: makes the finding for one of the places.
     """
 
     kind: str
     positions: NDArray[np.int64]
-    tell: Callable[[int], Finding]
+    describe: Callable[[int], Finding]
 
 
-def at(actions: ActionTable, kind: str, message: str, fix: str, *others: int) -> Callable[[int], Finding]:
+def describe_at(actions: ActionTable, kind: str, message: str, fix: str, *others: int) -> Callable[[int], Finding]:
     """How to tell of an action that is there: ``{}`` in the words stands for it; ``others`` are marked with it."""
 
-    def tell(position: int) -> Finding:
+    def describe(position: int) -> Finding:
         action = action_at(actions, position)
         rank, step = rank_and_step(actions, position)
         marks = ((rank, step), *(rank_and_step(actions, other) for other in others))
         return Finding(kind, rank, step, action, message.format(action), fix.format(action), marks)
 
-    return tell
+    return describe
 
 
 def action_at(actions: ActionTable, position: int) -> Action:
@@ -89,17 +89,17 @@ def rank_and_step(actions: ActionTable, position: int) -> tuple[int, int]:
     return rank, int(actions.cell[position] - actions.first_cell[rank])
 
 
-def found(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
+def collect(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
     """What the checks found: the problems that are somewhere."""
     return [problem for check in checks for problem in check if len(problem.positions)]
 
 
-def told(problems: Sequence[Problem]) -> list[Finding]:
+def report(problems: Sequence[Problem]) -> list[Finding]:
     """The findings, as many as anybody reads, and a last one that counts the rest by kind."""
     if not problems:
         return []
     share = max(1, MOST_FINDINGS // len(problems))
-    findings = [problem.tell(int(position)) for problem in problems for position in problem.positions[:share]]
+    findings = [problem.describe(int(position)) for problem in problems for position in problem.positions[:share]]
     findings = findings[:MOST_FINDINGS]
     kinds: Counter[str] = Counter()
     for problem in problems:

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.graph.action_table import NONE
 from penstock.ir.actions import BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD
-from penstock.verification.findings import Finding, Problem, action_at, at
+from penstock.verification.findings import Finding, Problem, action_at, describe_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RELEASING: Final = (FULL_BACKWARD, BACKWARD_WEIGHT)
 
 
-def over_memory(actions: ActionTable, limit: float) -> Iterator[Problem]:
+def check_memory(actions: ActionTable, limit: float) -> Iterator[Problem]:
     """Ranks that hold more activations than the limit, at the first action where they do.
 
     One is held for a stage and a microbatch from its F to its B or W.
@@ -28,12 +28,12 @@ def over_memory(actions: ActionTable, limit: float) -> Iterator[Problem]:
     over = np.flatnonzero(held > limit)
     _, first_over = np.unique(actions.rank[over], return_index=True)
 
-    def tell(position: int) -> Finding:
+    def describe(position: int) -> Finding:
         noun = "activation" if held[position] == 1 else "activations"
         words = f"with {{}} the rank holds {held[position]} {noun}, and {limit} is the limit"
-        return at(actions, "memory", words, _release(actions, position))(position)
+        return describe_at(actions, "memory", words, _release(actions, position))(position)
 
-    yield Problem("memory", over[first_over], tell)
+    yield Problem("memory", over[first_over], describe)
 
 
 def peaks(actions: ActionTable) -> list[int]:

@@ -24,7 +24,7 @@ _KINDS: Final = {
 }
 
 
-def disordered(actions: ActionTable) -> Iterator[Problem]:
+def check_order(actions: ActionTable) -> Iterator[Problem]:
     """Actions that come before what they need."""
     if not any(_late(actions, *part).any() for part in actions.input_blocks):
         return
@@ -32,7 +32,7 @@ def disordered(actions: ActionTable) -> Iterator[Problem]:
     late = _late(actions, waiting, awaited)
     waiting, awaited = waiting[late], awaited[late]
 
-    def tell(number: int) -> Finding:
+    def describe(number: int) -> Finding:
         action, need = action_at(actions, waiting[number]), action_at(actions, awaited[number])
         (rank, step), (_, later) = rank_and_step(actions, waiting[number]), rank_and_step(actions, awaited[number])
         when = "runs together with it" if later == step else f"comes later, at step {later}"
@@ -47,7 +47,7 @@ def disordered(actions: ActionTable) -> Iterator[Problem]:
         )
 
     for kind, name in _KINDS.items():
-        yield Problem(name, actions.is_kind(waiting, kind).nonzero()[0], tell)
+        yield Problem(name, actions.is_kind(waiting, kind).nonzero()[0], describe)
 
 
 def _late(actions: ActionTable, waiting: Positions, awaited: Positions) -> NDArray[np.bool_]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, REDUCE_GRAD, Action
-from penstock.verification.findings import Finding, Problem, action_at, at
+from penstock.verification.findings import Finding, Problem, action_at, describe_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable, Positions
 
 
-def wrongly_reduced(actions: ActionTable) -> Iterator[Problem]:
+def check_reductions(actions: ActionTable) -> Iterator[Problem]:
     """REDUCE_GRAD too early, twice or not at all; nothing in a schedule without any."""
     reductions = actions.positions_of(REDUCE_GRAD)
     reductions = reductions[actions.stages_at(reductions) < actions.schedule.stages]
@@ -36,18 +36,18 @@ def wrongly_reduced(actions: ActionTable) -> Iterator[Problem]:
     yield Problem(
         "reduced_twice",
         reductions[again],
-        at(actions, "reduced_twice", "{} is there a second time", "drop it"),
+        describe_at(actions, "reduced_twice", "{} appears twice", "drop it"),
     )
     yield Problem(
         "reduced_early",
         reductions[~again & (last[stage] < 0)],
-        at(actions, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
+        describe_at(actions, "reduced_early", "{}, but the stage has no backward", "drop it, or add the backward"),
     )
     early = ~again & (last[stage] > reductions)
     yield Problem("reduced_early", reductions[early], _before_the_last(actions, last))
     without = np.setdiff1d(np.flatnonzero(last >= 0), stage)
 
-    def tell(stage: int) -> Finding:
+    def describe(stage: int) -> Finding:
         action, rank = Action(stage, REDUCE_GRAD), int(actions.rank_of_stage[stage])
         return Finding(
             "not_reduced",
@@ -58,16 +58,16 @@ def wrongly_reduced(actions: ActionTable) -> Iterator[Problem]:
             f"add it to rank {rank}",
         )
 
-    yield Problem("not_reduced", without, tell)
+    yield Problem("not_reduced", without, describe)
 
 
 def _before_the_last(actions: ActionTable, last: Positions) -> Callable[[int], Finding]:
     """How to tell of a reduction that stands before the last gradients of its stage."""
 
-    def tell(position: int) -> Finding:
+    def describe(position: int) -> Finding:
         backward = int(last[actions.stage[position]])
         words = f"{{}} comes before {action_at(actions, backward)}, the last gradients of the stage"
         fix = f"move it behind {action_at(actions, backward)}"
-        return at(actions, "reduced_early", words, fix, backward)(position)
+        return describe_at(actions, "reduced_early", words, fix, backward)(position)
 
-    return tell
+    return describe

@@ -10,7 +10,7 @@ from penstock.graph.array_blocks import blocks, row_blocks
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, RESHARD, UNSHARD, Action
-from penstock.verification.findings import Finding, Problem, action_at, at, rank_and_step
+from penstock.verification.findings import Finding, Problem, action_at, describe_at, rank_and_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable, Positions
 
 
-def wrongly_sharded(actions: ActionTable) -> Iterator[Problem]:
+def check_sharding(actions: ActionTable) -> Iterator[Problem]:
     """Uses of parameters that are not there; nothing in a schedule without any UNSHARD or RESHARD."""
     if not len(actions.positions_of(UNSHARD, RESHARD)):
         return
     positions = actions.positions_of(UNSHARD, RESHARD, *COMPUTE)
-    if actions.all_placed and all(_Uses.of(actions, mine).are_well for mine in _in_parts(actions, positions)):
+    if actions.all_placed and all(_Uses.of(actions, mine).is_consistent for mine in _in_parts(actions, positions)):
         return
     positions, stage, unshards, changes, gathered = _Uses.of(actions, positions)
     begins = np.append(True, stage[1:] != stage[:-1])
@@ -35,13 +35,13 @@ def wrongly_sharded(actions: ActionTable) -> Iterator[Problem]:
     yield Problem(
         "unsharded_twice",
         positions[unshards & gathered],
-        at(actions, "unsharded_twice", "{}, but the stage is unsharded already", "drop it"),
+        describe_at(actions, "unsharded_twice", "{}, but the stage is unsharded already", "drop it"),
     )
     # Behind uses that lack an UNSHARD a RESHARD is not what is wrong: with the UNSHARD it is right.
     yield Problem(
         "resharded_twice",
         positions[changes & ~unshards & ~gathered & behind_change],
-        at(actions, "resharded_twice", "{}, but the stage is not unsharded", "drop it"),
+        describe_at(actions, "resharded_twice", "{}, but the stage is not unsharded", "drop it"),
     )
 
 
@@ -78,7 +78,7 @@ class _Uses(NamedTuple):
         return cls(positions, stage, unshards, changes, gathered)
 
     @property
-    def are_well(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether whatever is not an UNSHARD has the parameters, and no UNSHARD has."""
         return bool((self.gathered != self.unshards).all())
 

@@ -10,7 +10,7 @@ from penstock.graph.action_table import NONE
 from penstock.graph.array_blocks import blocks
 from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
-from penstock.verification.findings import Finding, Problem, action_at, at
+from penstock.verification.findings import Finding, Problem, action_at, describe_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
 
 
-def untransferred(actions: ActionTable) -> Iterator[Problem]:
+def check_transfers(actions: ActionTable) -> Iterator[Problem]:
     """What is wrong with sends and receives; nothing in a schedule that has none at all."""
-    if not actions.has_transfers or all(_all_well(actions, transfer) for transfer in TRANSFERS):
+    if not actions.has_transfers or all(_is_consistent(actions, transfer) for transfer in TRANSFERS):
         return
     for transfer in TRANSFERS:
         sends = yield from _across(actions, transfer.send, transfer.stage_offset)
@@ -37,7 +37,7 @@ def untransferred(actions: ActionTable) -> Iterator[Problem]:
         yield from _unsent(actions, transfer)
 
 
-def _all_well(actions: ActionTable, transfer: Transfer) -> bool:
+def _is_consistent(actions: ActionTable, transfer: Transfer) -> bool:
     """Whether everything that this kind of transfer is for is sent once and received once, in time."""
     sent, received = actions.table(transfer.send), actions.table(transfer.receive)
     made, needed = actions.first_table(transfer.made_by), actions.first_table(transfer.needed_by)
@@ -49,8 +49,8 @@ def _all_well(actions: ActionTable, transfer: Transfer) -> bool:
         away = ((home != source_home) & (source_home != NONE)).nonzero()[0]
         users, sources = users[away], sources[away]
         maker, receive = made[sources], received[users]
-        in_time = (maker < sent[sources]) & (receive < needed[users])
-        if not (in_time & (np.minimum(maker, receive) != NONE)).all():
+        defer_with_turns = (maker < sent[sources]) & (receive < needed[users])
+        if not (defer_with_turns & (np.minimum(maker, receive) != NONE)).all():
             return False
         count += len(users)
     return count == actions.count(transfer.send) == actions.count(transfer.receive)
@@ -64,14 +64,14 @@ def _across(actions: ActionTable, kind: ComputationType, offset: int) -> Generat
     yield Problem(
         "misdirected",
         mine[~inside],
-        at(actions, "misdirected", "{} has no stage on its other side", "drop it"),
+        describe_at(actions, "misdirected", "{} has no stage on its other side", "drop it"),
     )
     mine, peer = mine[inside], peer[inside]
     away = actions.rank_of_stage[peer] != actions.rank_of_stage[actions.stage[mine]]
     yield Problem(
         "self_directed",
         mine[~away],
-        at(actions, "self_directed", "{} is between two stages on one rank", "drop it: they share memory"),
+        describe_at(actions, "self_directed", "{} is between two stages on one rank", "drop it: they share memory"),
     )
     return np.asarray(mine[away])
 
@@ -82,38 +82,38 @@ def _unmatched(actions: ActionTable, mine: Ints, transfer: Transfer, other: Comp
     offset = transfer.stage_offset if receiving else -transfer.stage_offset
     partners = transfer.needed_by if receiving else transfer.made_by
 
-    def tell(position: int) -> Finding:
+    def describe(position: int) -> Finding:
         stage, microbatch = int(actions.stage[position]) + offset, int(actions.microbatch[position])
         absent, rank = Action(stage, other, microbatch), int(actions.rank_of_stage[stage])
         partner = int(actions.find_any(partners, np.array(stage), np.array(microbatch)))
         where = f" {'before' if receiving else 'behind'} {action_at(actions, partner)}" if partner != NONE else ""
-        return at(actions, "unmatched", f"{{}} has no {absent} on rank {rank}", f"add {absent}{where} on rank {rank}")(
-            position
-        )
+        return describe_at(
+            actions, "unmatched", f"{{}} has no {absent} on rank {rank}", f"add {absent}{where} on rank {rank}"
+        )(position)
 
     alone = actions.find(other, actions.stage[mine] + offset, actions.microbatch[mine]) == NONE
-    return Problem("unmatched", mine[alone], tell)
+    return Problem("unmatched", mine[alone], describe)
 
 
 def _untimely(actions: ActionTable, transfer: Transfer, sends: Ints, receives: Ints) -> Iterator[Problem]:
     maker = actions.find_any(transfer.made_by, actions.stage[sends], actions.microbatch[sends])
     early = (maker > sends) & (actions.rank[maker] == actions.rank[sends])
 
-    def tell_early(number: int) -> Finding:
+    def describe_early(number: int) -> Finding:
         made = action_at(actions, maker[number])
         words, fix = f"{{}} comes before {made}, which makes what it sends", f"move it behind {made}"
-        return at(actions, "send_too_early", words, fix, maker[number])(sends[number])
+        return describe_at(actions, "send_too_early", words, fix, maker[number])(sends[number])
 
-    yield Problem("send_too_early", early.nonzero()[0], tell_early)
+    yield Problem("send_too_early", early.nonzero()[0], describe_early)
     user = actions.find_any(transfer.needed_by, actions.stage[receives], actions.microbatch[receives])
     late = (user != NONE) & (user < receives) & (actions.rank[user] == actions.rank[receives])
 
-    def tell_late(number: int) -> Finding:
+    def describe_late(number: int) -> Finding:
         used = action_at(actions, user[number])
         words, fix = f"{{}} comes after {used}, which uses it", f"move it before {used}"
-        return at(actions, "receive_too_late", words, fix, user[number])(receives[number])
+        return describe_at(actions, "receive_too_late", words, fix, user[number])(receives[number])
 
-    yield Problem("receive_too_late", late.nonzero()[0], tell_late)
+    yield Problem("receive_too_late", late.nonzero()[0], describe_late)
 
 
 def _unsent(actions: ActionTable, transfer: Transfer) -> Iterator[Problem]:
@@ -134,13 +134,13 @@ def _unsent(actions: ActionTable, transfer: Transfer) -> Iterator[Problem]:
 
 
 def _needing(actions: ActionTable, transfer: Transfer) -> Callable[[int], Finding]:
-    def tell(position: int) -> Finding:
+    def describe(position: int) -> Finding:
         stage, microbatch = int(actions.stage[position]), int(actions.microbatch[position])
         send = Action(stage - transfer.stage_offset, transfer.send, microbatch)
         receive = Action(stage, transfer.receive, microbatch)
         sender, receiver = int(actions.rank_of_stage[send.stage_index]), int(actions.rank_of_stage[stage])
         words = f"{{}} needs what stage {send.stage_index} makes on rank {sender}, and nobody sends it"
         fix = f"add {send} on rank {sender} and {receive} on rank {receiver}"
-        return at(actions, "not_transferred", words, fix)(position)
+        return describe_at(actions, "not_transferred", words, fix)(position)
 
-    return tell
+    return describe

@@ -33,7 +33,7 @@ class Window(NamedTuple):
         return mark[0] in self.ranks and mark[1] in self.steps
 
 
-def picture(schedule: Schedule, findings: Sequence[Finding], width: int | None = None) -> str:
+def draw_findings(schedule: Schedule, findings: Sequence[Finding], width: int | None = None) -> str:
     """The grid as written: all of it if it is small, else a window around each of the first few places of the findings.
 
     Args:
