@@ -288,6 +288,8 @@ def with_last(stage: type[nn.Module], loss_fn: Any = mse) -> Callable[[int, int]
 
 
 def frozen(where: Callable[[int, int], bool]) -> Callable[[int, int], Model]:
+    """A model of which some stages are frozen, but never all."""
+
     def build(stages: int, size: int) -> Model:
         modules = [Plain(index) for index in range(stages)]
         for index, module in enumerate(modules):
@@ -383,10 +385,10 @@ KINDS: dict[str, Callable[[int, int], Model]] = {
     "nested": with_last(Nested),
     "degenerate": with_last(Degenerate),
     "constant": with_last(Constant),
-    "frozen first": frozen(lambda index, _: index == 0),
-    "frozen half": frozen(lambda index, stages: index <= stages // 2),
+    "frozen first": frozen(lambda index, stages: index == 0 < stages - 1),
+    "frozen half": frozen(lambda index, stages: index < stages // 2),
     "frozen middle": frozen(lambda index, stages: 0 < index < stages - 1),
-    "frozen last": frozen(lambda index, stages: index == stages - 1),
+    "frozen last": frozen(lambda index, stages: 0 < index == stages - 1),
     "input": needing,
     "input behind": needing_behind,
     "keywords": keywords,

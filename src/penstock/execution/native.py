@@ -86,6 +86,8 @@ class Workplace:
             if changes_inputs:
                 args = stage.fresh(args)
             roots = give(step, module(*args, **step.kwargs[microbatch]))
+            if not roots and step.training_check is not None:
+                step.training_check.note(stage, has_inputs=bool(inputs))
             step.flights[slot] = Flight(roots, inputs)
 
         return forward

@@ -12,6 +12,7 @@ from penstock.errors import MicrobatchError
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
+    from penstock.execution.training_check import TrainingCheck
     from penstock.execution.transport import Pending
     from penstock.execution.value_spec import EdgeMeta
 
@@ -54,6 +55,7 @@ class Step:
         target_samples: how many each target has, if they are to be compared.
         flights: microbatches between forward and backward.
         deferred: weight gradients to be computed.
+        training_check: notes forwards whose output, or loss, requires no gradient; None if there may be any.
     """
 
     __slots__ = (
@@ -77,6 +79,7 @@ class Step:
         "shares",
         "target_samples",
         "targets",
+        "training_check",
     )
 
     def __init__(
@@ -90,6 +93,7 @@ class Step:
         samples: Sequence[int] = (),
         target_samples: Sequence[int] = (),
         keep_outputs: bool = False,
+        training_check: TrainingCheck | None = None,
     ) -> None:
         self.args = args
         self.kwargs = kwargs
@@ -111,6 +115,7 @@ class Step:
         self.target_samples = target_samples
         self.flights: dict[int, Flight] = {}
         self.deferred: dict[int, Callable[[], None]] = {}
+        self.training_check = training_check
 
     def seed(self, loss: torch.Tensor, share: float) -> Tensors:
         """What the backward of a loss begins with; as a rule the same for all microbatches, and made once."""

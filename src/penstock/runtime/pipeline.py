@@ -19,6 +19,7 @@ from penstock.execution.microbatches.merge import merge
 from penstock.execution.native import without_history
 from penstock.execution.stage import Stage
 from penstock.execution.step import Step, unlike_samples
+from penstock.execution.training_check import TrainingCheck
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
@@ -57,6 +58,7 @@ _OF_CONSTRUCTOR: Final = frozenset(
         "loss_reduction",
         "loss_weight",
         "share_losses",
+        "allow_untrained",
         "args_spec",
         "kwargs_spec",
         "target_spec",
@@ -97,6 +99,8 @@ class Pipeline:
         output_spec: how outputs are merged; by default along dimension 0.
         share_losses: give the losses to every rank, not only to that of the last stage.
         scaler: multiplies the gradients; each rank has one, and calls its ``step`` and ``update`` as ever.
+        allow_untrained: accept a step that trains nothing, or leaves a stage untrained whose parameters require
+            gradients, e.g. because its output is detached.
         verify: prove the schedule for this transport before anything runs.
         timeout: how many seconds a rank may wait for another before the step ends on all ranks with a report.
     """
@@ -118,6 +122,7 @@ class Pipeline:
         output_spec: Any = None,
         share_losses: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        allow_untrained: bool = False,
         verify: bool = True,
         timeout: float = 300.0,
     ) -> None:
@@ -130,6 +135,7 @@ class Pipeline:
         self._custom: dict[ComputationType, CustomFunction] = {}
         self._record: Recording | None = None
         self._share_losses = share_losses
+        self._has_trained = False
         with self._setting_up():
             _check_schedule(schedule)
             check_reduction(loss_reduction, loss_weight)
@@ -146,6 +152,7 @@ class Pipeline:
                 self.rank, first=self.has_first, last=self.has_last, microbatches=schedule.microbatches, specs=specs
             )
             self._reductions = reductions_of(self.schedule)
+            self._must_train = not (allow_untrained or self._forward_only)
             self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
             self._check_stages()
             self._begin()
@@ -208,11 +215,13 @@ class Pipeline:
                 samples=batch.counts.samples or (),
                 target_samples=batch.counts.targets or (),
                 keep_outputs=return_outputs and self.has_last,
+                training_check=self._training_check(),
             )
             if self._record is None:
                 program.run(step, self.transport.progress)
             else:
                 self._record.run(program, step)
+            self._has_trained = True
             detached.backward()
             self._report(step, losses)
             return self._merged(step)
@@ -397,6 +406,7 @@ class Pipeline:
             "schedule": f"{size}, {len(schedule.codes)} actions, sha256 {digest}",
             "kind of shapes": self._shapes if isinstance(self._shapes, str) else "given",
             "share_losses": str(bool(self._share_losses)),
+            "allow_untrained": str(not self._must_train),
             "scaler": "none" if self._scaling is None else "one",
         }
 
@@ -433,6 +443,11 @@ class Pipeline:
                 stage.end()
         if training and self._scaling is not None:
             self._scaling.agree()
+
+    def _training_check(self) -> TrainingCheck | None:
+        if not self._must_train:
+            return None
+        return TrainingCheck(self.schedule.stages, self.schedule.microbatches, is_first_step=not self._has_trained)
 
     def _report(self, step: Step, losses: MutableSequence[torch.Tensor] | None) -> None:
         found = [loss for loss in step.losses if loss is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from functools import cache
 from operator import attrgetter
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
 LEFT: Final = "weight_backward"
+_CUT_OFF: Final = (
+    "is its output detached, or computed under no_grad or by reentrant checkpointing of an input that requires no grad "
+    "(use_reentrant=False)?"
+)
 
 
 class StageCompute(StageEdges):
@@ -136,13 +141,14 @@ class StageCompute(StageEdges):
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
         by_keyword = self._by_keyword.pop(bwd_chunk_id, 0)
         is_first, is_last = self.is_first, self.is_last
-        if is_last:
-            _check_depends(loss, outputs)
+        # Arguments by keyword belong to the user, and so do their gradients.
+        received = inputs[:-by_keyword] if by_keyword else inputs
+        if not any(map(_is_root, (loss,) if is_last else outputs)):
+            self._check_trained(loss, outputs, received)
         beginning = {
             "stage_output": loss if is_last else outputs,
             "output_grads": None if is_last else self._output_gradients(bwd_chunk_id, outputs),
-            # Arguments by keyword belong to the user, and so do their gradients.
-            "input_values": inputs[:-by_keyword] if by_keyword else inputs,
+            "input_values": received,
         }
         if self.dw_builder or full_backward:
             gradients, _ = self._backward("full", beginning, last_backward)
@@ -157,6 +163,34 @@ class StageCompute(StageEdges):
             what = f"Stage {self.stage_index} backward output (input_grads)"
             self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
+
+    def _check_trained(self, loss: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Refuse a loss that trains nothing though it should; warn where torch goes on without a word."""
+        if self.dw_builder or (self.is_last and not isinstance(loss, torch.Tensor)):
+            return
+        module: Any = self.submod  # which may be a stand-in
+        trained = isinstance(module, torch.nn.Module) and any(one.requires_grad for one in module.parameters())
+        if self.is_last and any(map(_needs_gradient, outputs)):
+            raise RuntimeError(
+                f"stage {self.stage_index}: the loss does not require grad, though the output of the last stage does: "
+                "is it detached in loss_fn, made by .item() or under no_grad?"
+            )
+        if self.is_last and (trained or (not self.is_first and any(map(_needs_gradient, inputs)))):
+            what = "parameters" if trained else "inputs"
+            raise RuntimeError(
+                f"stage {self.stage_index}: neither the output of the last stage nor the loss requires grad, though "
+                f"{what} of the stage do, so nothing is trained: {_CUT_OFF}"
+            )
+        if self.is_last:
+            _warn(
+                f"stage {self.stage_index}: the loss does not require grad, so the step trains nothing; is every "
+                "parameter frozen?"
+            )
+        elif trained:
+            _warn(
+                f"stage {self.stage_index} has parameters that require grad, but its output does not, so they are "
+                f"not trained: {_CUT_OFF}"
+            )
 
     def _agreed(self, gradients: Gradients) -> Gradients:
         """The gradients of inputs that were agreed; others are for whoever has put in more."""
@@ -186,7 +220,7 @@ class StageCompute(StageEdges):
         was_found = getattr(self, "_inference_mode", None) == InferenceMode.DYNAMIC
         if not was_found or index >= min(len(metas), len(outputs)) or metas[index].requires_grad:
             return False
-        return isinstance(outputs[index], GradientEdge) or _needs_gradient(outputs[index])
+        return _is_root(outputs[index])
 
     def _run_or_keep(self, microbatch: int, run: bool) -> None:
         """What the user's function gives for the weights: now, or when their turn comes."""
@@ -440,19 +474,18 @@ def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], 
         gradients = [torch.ones_like(one) if _needs_gradient(one) else None for one in outputs if of_any_size]
     roots, known = [], []
     for output, gradient in zip(outputs, gradients, strict=bool(gradients)):
-        if gradient is not None and (isinstance(output, GradientEdge) or _needs_gradient(output)):
+        if gradient is not None and _is_root(output):
             roots.append(output)
             known.append(gradient)
     return roots, known
 
 
-def _check_depends(loss: Any, outputs: Sequence[Any]) -> None:
-    """Refuse a loss by which nothing would be trained, though the outputs need gradients."""
-    if isinstance(loss, torch.Tensor) and not loss.requires_grad and any(map(_needs_gradient, outputs)):
-        raise RuntimeError(
-            "the loss does not require grad, though the output of the last stage does: is it detached in loss_fn, made "
-            "by .item() or under no_grad?"
-        )
+def _is_root(value: Any) -> bool:
+    return isinstance(value, GradientEdge) or _needs_gradient(value)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 def _needs_gradient(value: Any) -> bool:
