@@ -26,6 +26,7 @@ from penstock.errors import PenstockError, StepError, TransportError
 from penstock.execution import edges
 from penstock.execution.trees import SLOT
 from penstock.execution.value_spec import EdgeMeta, TensorMeta
+from penstock.execution.wire_format import VERSION
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Microbatches, Pipeline, Stage, run_in_threads
 from penstock.runtime.transport import distributed
@@ -551,9 +552,9 @@ GARBAGE = {
     "short": lambda data: data[:20],
     "a flipped bit": lambda data: data[:30] + bytes([data[30] ^ 4]) + data[31:],
     "another version": lambda data: sealed(started(9, 60) + data[10:]),
-    "a longer length": lambda data: started(1, 5000) + data[10:],
-    "a huge length": lambda data: sealed(started(1, 2**32 - 1) + data[10:]),
-    "another length": lambda data: sealed(started(1, 30) + data[10:]),
+    "a longer length": lambda data: started(VERSION, 5000) + data[10:],
+    "a huge length": lambda data: sealed(started(VERSION, 2**32 - 1) + data[10:]),
+    "another length": lambda data: sealed(started(VERSION, 30) + data[10:]),
     "a huge tensor": lambda _: header_of(
         EdgeMeta(SLOT, (TensorMeta((2**31, 2**28), torch.float32, True, (2**28, 1)),))
     ),

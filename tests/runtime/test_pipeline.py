@@ -374,7 +374,7 @@ def test_the_dry_run_changes_nothing_that_can_be_seen():
     buffer = module.replaced
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    output = shapes._dry_run(stage, (torch.ones(4, 3, requires_grad=True),), {})
+    output, _ = shapes._dry_run(stage, shapes._Call((torch.ones(4, 3, requires_grad=True),), {}))
     assert output.shape == (4, 3)
     assert output.requires_grad
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -354,25 +354,35 @@ def test_an_argument_of_the_constructor_is_not_given_to_stages():
         torch.testing.assert_close(pipe.step(x, target=values(8, 4), loss_weight=2.0), 2 * x)
 
 
-class Growing(nn.Module):
-    """Returns the same list again and again, with more in it."""
+class Refilling(nn.Module):
+    """Returns the same container for every microbatch, with other tensors in it."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__()
-        self.layer, self.kept = linear(), []
+        self.layer, self.kept = linear(), kind()
 
     def forward(self, x):
-        self.kept.append(self.layer(x))
+        self.kept.clear()
+        if isinstance(self.kept, dict):
+            self.kept.update(x=self.layer(x), y=x)
+        else:
+            self.kept.extend([self.layer(x), x])
         return self.kept
 
 
-class Summing(nn.Module):
-    """Takes a list."""
+class Multiplying(nn.Module):
+    """Takes a container."""
 
     def forward(self, values):
-        return sum(values)
+        one, other = values.values() if isinstance(values, dict) else values
+        return one * other
 
 
-def test_a_container_that_is_changed_after_it_was_returned_is_refused():
-    with pytest.raises(StepError, match=r"changed a container after it returned it: it had 2 tensors and has 5"):
-        run([Growing(), Summing()], built("LoopedBFS", 1), values(8, 4), values(8, 4))
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize(("name", "ranks"), PLACES)
+@pytest.mark.parametrize("shapes", ["inferred", "per_microbatch"])
+def test_a_container_that_is_filled_anew_for_every_microbatch(kind, name, ranks, shapes):
+    modules, x = [Refilling(kind), Multiplying()], values(8, 4)
+    compare(modules, built(name, ranks), x, values(8, 4), shapes=shapes)
+    output = run(modules, built(name, ranks), x, None, call="eval", shapes=shapes)[-1]
+    torch.testing.assert_close(output, modules[0].layer(x).detach() * x)

@@ -8,6 +8,7 @@ they are made; they run once per microbatch and step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
@@ -15,13 +16,14 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.autograd import edge_of
+from penstock.execution.shared_memory import SharedInputs, guard
 from penstock.execution.step import Operation, Step
+from penstock.execution.trees import structure_of
 from penstock.execution.value_spec import (
     EdgeMeta,
     TensorMeta,
     describe,
     flatten,
-    leaves_of,
     mismatch,
     wire,
 )
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
     from penstock.execution.transport import Link
 
 Tensors = Sequence[torch.Tensor]
-#: What a stage is called with, and which tensors of it need a gradient; None if there is no such microbatch.
-Taken = tuple[tuple[Any, ...], Tensors] | None
+#: What a stage is called with, which tensors of it need a gradient, and those that share memory, if any do; None if
+#: there is no such microbatch.
+Taken = tuple[tuple[Any, ...], Tensors, SharedInputs | None] | None
 Take = Callable[[Step], Taken]
 #: Takes an output; returns where its graph begins.
 Give = Callable[[Step, Any], Sequence[GradientEdge]]
@@ -77,8 +80,17 @@ def arguments(value: Any) -> tuple[Any, ...]:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor has been changed in place; without gradients nobody counts, and it is not asked."""
-    return tensor._version if torch.is_grad_enabled() else None
+    """How often a tensor has been changed in place; None if that is not counted."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    """A tensor that a stage returned, and its version; a copy if changes of it are not counted."""
+    if not tensor.is_inference():
+        return tensor, tensor._version
+    with torch.inference_mode(False):
+        copy = tensor.clone()
+    return copy, copy._version
 
 
 def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
@@ -107,10 +119,13 @@ class Local:
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             if isinstance(output, torch.Tensor):
-                step.handed[key] = output, version_of(output)
+                step.handed[key] = keep(output)
                 return (edge_of(output),) if output.requires_grad else ()
-            leaves = () if output is ABSENT else leaves_of(output)
-            step.handed[key] = output, [version_of(leaf) for leaf in leaves]
+            if output is ABSENT:
+                step.handed[key] = ABSENT, None
+                return ()
+            leaves, meta = flatten(output, step.kin)
+            step.handed[key] = [keep(leaf) for leaf in leaves], meta
             return roots_of(leaves)
 
         return give
@@ -120,25 +135,20 @@ class Local:
         key = self._base + microbatch
 
         def take(step: Step) -> Taken:
-            output, versions = step.handed.pop(key)
-            if output is ABSENT:
-                return None
+            output, about = step.handed.pop(key)
             if isinstance(output, torch.Tensor):
-                check_unchanged(output, versions)
+                check_unchanged(output, about)
                 cut = output.detach()
                 if output.requires_grad:
-                    return (cut,), (cut.requires_grad_(),)
-                return (cut,), ()
-            leaves, meta = flatten(output)
-            if len(leaves) != len(versions):
-                raise StageError(
-                    f"a stage has changed a container after it returned it: it had {len(versions)} tensors and has "
-                    f"{len(leaves)}; return a new one for every microbatch"
-                )
-            for leaf, version in zip(leaves, versions, strict=True):
+                    return (cut,), (cut.requires_grad_(),), None
+                return (cut,), (), None
+            if output is ABSENT:
+                return None
+            for leaf, version in output:
                 check_unchanged(leaf, version)
-            cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]
-            return arguments(meta.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad]
+            cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf, _ in output]
+            shared = guard(about.structure, cuts, about.shared) if about.shared else None
+            return arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], shared
 
         return take
 
@@ -258,16 +268,17 @@ class Agreed(_Remote):
         key, meta = self._base + microbatch, self._metas[microbatch]
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            if not meta.matches(output):
-                raise self._unlike(meta, output)
-            leaves = leaves_of(output)
-            step.leaving[key] = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            leaves = meta.accept(output, kin=step.kin)
+            if leaves is None:
+                raise self._unlike(step, meta, output)
+            step.leaving[key] = [keep(one.arranged(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
             return roots_of(leaves)
 
         return give
 
-    def _unlike(self, meta: EdgeMeta, output: Any) -> MetadataError:
-        error = mismatch(meta, describe(output), sender=self._sender, receiver=self._receiver)
+    def _unlike(self, step: Step, meta: EdgeMeta, output: Any) -> MetadataError:
+        found = describe(output, step.kin)
+        error = mismatch(meta, found, sender=self._sender, receiver=self._receiver)
         return error or MetadataError(f"{self._sender} gives a value that cannot be sent: {output!r}")
 
     def take(self, microbatch: int) -> Take:
@@ -282,7 +293,8 @@ class Agreed(_Remote):
                 transfer.wait()
             progress.waiting = False
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
-            return arguments(meta.unflatten(buffers)), inputs
+            shared = guard(meta.structure, buffers, meta.shared) if meta.shared else None
+            return arguments(meta.unflatten(buffers)), inputs, shared
 
         return take
 
@@ -292,8 +304,8 @@ class Agreed(_Remote):
         tag = 2 * key
 
         def operation(step: Step) -> None:
-            tensors = step.leaving.pop(key)
-            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
+            kept = step.leaving.pop(key)
+            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version) for tensor, version in kept]
 
         return operation
 
@@ -349,10 +361,10 @@ class Announced(_Remote):
         key, device = self._base + microbatch, self._device
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            leaves, meta = flatten((step.samples.get(microbatch), output))
+            leaves, meta = flatten((step.samples.get(microbatch), output), step.kin)
             step.metas[key] = meta  # for the gradients, which may be asked for before this is sent
-            header = [part.to(device) for part in header_tensor(meta) if part is not None]
-            tensors = [one.arranged(leaf) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            header = [(part.to(device), None) for part in header_tensor(meta) if part is not None]
+            tensors = [keep(one.arranged(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
             step.leaving[key] = [*header, *tensors]
             return roots_of(leaves)
 
@@ -365,8 +377,8 @@ class Announced(_Remote):
         tag = self._first_tag + place
 
         def operation(step: Step) -> None:
-            tensors = step.leaving.pop(key)
-            step.sending[place] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
+            kept = step.leaving.pop(key)
+            step.sending[place] = [(send(wire(tensor), peer, tag), tensor, version) for tensor, version in kept]
 
         return operation
 
@@ -409,7 +421,8 @@ class Announced(_Remote):
                 for buffer, one in zip(buffers, meta.tensors, strict=True)
                 if one.requires_grad and torch.is_grad_enabled()
             ]
-            return arguments(value), inputs
+            shared = guard(structure_of(value, []), buffers, meta.shared) if meta.shared else None
+            return arguments(value), inputs, shared
 
         return take
 
@@ -434,7 +447,9 @@ class Announced(_Remote):
             told = f"what {self._sender} announced to {self._receiver} is damaged: {error}"
             raise MetadataError(told) from error
         meta = cast("EdgeMeta", meta)
-        buffers = [one.empty(self._device) for one in meta.tensors]
+        # In inference mode changes of a new tensor would not be counted.
+        with torch.inference_mode(False) if meta.shared else nullcontext():
+            buffers = [one.empty(self._device) for one in meta.tensors]
         return meta, buffers, [self._transport.receive(wire(buffer), self._peer, tag) for buffer in buffers]
 
     def send_gradients(self, microbatch: int) -> Operation:

@@ -82,10 +82,17 @@ class Workplace:
             if taken is None:
                 give(step, ABSENT)
                 return
-            args, inputs = taken
+            args, inputs, shared = taken
             if changes_inputs:
                 args = stage.fresh(args)
-            roots = give(step, module(*args, **step.kwargs[microbatch]))
+            output = module(*args, **step.kwargs[microbatch])
+            if shared is None:
+                roots = give(step, output)
+            else:
+                shared.check()
+                step.kin = shared.tensors
+                roots = give(step, output)
+                step.kin = ()
             if not roots and step.training_check is not None:
                 step.training_check.note(stage, has_inputs=bool(inputs))
             step.flights[slot] = Flight(roots, inputs)
@@ -97,7 +104,9 @@ class Workplace:
             return self.edges[stage - 1].take(microbatch)
 
         def take(step: Step) -> Any:
-            return (step.args[microbatch], ()) if microbatch < len(step.args) else None
+            if microbatch >= len(step.args):
+                return None
+            return step.args[microbatch], (), step.shared_args[microbatch] if step.shared_args else None
 
         return take
 

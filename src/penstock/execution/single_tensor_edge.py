@@ -39,8 +39,9 @@ class Single(Agreed):
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             if not (isinstance(output, torch.Tensor) and one.fits(output)):
-                raise self._unlike(meta, output)
-            step.leaving[key] = one.arranged(output)
+                raise self._unlike(step, meta, output)
+            tensor = one.arranged(output)
+            step.leaving[key] = tensor, tensor._version
             return (edge_of(output),)
 
         return give
@@ -55,7 +56,7 @@ class Single(Agreed):
             transfer.wait()
             progress.waiting = False
             inputs = (buffer.requires_grad_(),)
-            return inputs, inputs
+            return inputs, inputs, None
 
         return take
 
@@ -88,8 +89,8 @@ class Single(Agreed):
         tag = 2 * key
 
         def operation(step: Step) -> None:
-            tensor = step.leaving.pop(key)
-            step.sending[tag] = ((send(wire(tensor), peer, tag), tensor, tensor._version),)
+            tensor, version = step.leaving.pop(key)
+            step.sending[tag] = ((send(wire(tensor), peer, tag), tensor, version),)
 
         return operation
 

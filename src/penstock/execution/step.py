@@ -12,6 +12,7 @@ from penstock.errors import MicrobatchError
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
+    from penstock.execution.shared_memory import Kin, SharedInputs
     from penstock.execution.training_check import TrainingCheck
     from penstock.execution.transport import Pending
     from penstock.execution.value_spec import EdgeMeta
@@ -39,6 +40,7 @@ class Step:
 
     Attributes:
         args: the positional arguments of the first stage, for each microbatch.
+        shared_args: those of them that share memory, for each microbatch, if any of them needs a gradient.
         kwargs: the keyword arguments of every stage, for each microbatch.
         targets: what the loss function gets beside the output, for each microbatch.
         shares: what each microbatch's loss counts for in that of the batch.
@@ -53,6 +55,7 @@ class Step:
         sending: what has been sent but not been waited for: transfers, each with its tensor and the version of that.
         samples: how many samples each microbatch has: known at the first stage, and told with what varies.
         target_samples: how many each target has, if they are to be compared.
+        kin: the inputs of the stage that runs whose originals share memory, in groups.
         flights: microbatches between forward and backward.
         deferred: weight gradients to be computed.
         training_check: notes forwards whose output, or loss, requires no gradient; None if there may be any.
@@ -66,6 +69,7 @@ class Step:
         "flights",
         "handed",
         "handed_gradients",
+        "kin",
         "kwargs",
         "last_seed",
         "leaving",
@@ -76,6 +80,7 @@ class Step:
         "samples",
         "seeds",
         "sending",
+        "shared_args",
         "shares",
         "target_samples",
         "targets",
@@ -87,6 +92,7 @@ class Step:
         microbatches: int,
         *,
         args: Sequence[tuple[Any, ...]] = (),
+        shared_args: Sequence[SharedInputs | None] = (),
         kwargs: Sequence[dict[str, Any]] = (),
         targets: Sequence[Any] = (),
         shares: Sequence[float] = (),
@@ -96,6 +102,7 @@ class Step:
         training_check: TrainingCheck | None = None,
     ) -> None:
         self.args = args
+        self.shared_args = shared_args
         self.kwargs = kwargs
         self.targets = targets
         self.shares = shares
@@ -111,6 +118,7 @@ class Step:
         self.handed_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self.leaving_gradients: dict[int, Any] = {}
         self.sending: dict[int, Sequence[tuple[Pending, torch.Tensor, int | None]]] = {}
+        self.kin: Kin = ()
         self.samples = dict(enumerate(samples))
         self.target_samples = target_samples
         self.flights: dict[int, Flight] = {}

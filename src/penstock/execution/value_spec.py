@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import MetadataError
+from penstock.execution.shared_memory import are_within, find_groups, names
 from penstock.execution.trees import (
     SLOT,
     Branch,
@@ -26,6 +27,8 @@ from penstock.execution.trees import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from penstock.execution.shared_memory import Groups, Kin
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,16 @@ class EdgeMeta:
     >>> leaves, meta = flatten((torch.ones(2), {"scale": 0.5, "mask": None}))
     >>> meta.unflatten(leaves)
     (tensor([1., 1.]), {'scale': 0.5, 'mask': None})
+
+    Attributes:
+        structure: where its tensors are, and all else.
+        tensors: how each tensor looks.
+        shared: which of the tensors share memory.
     """
 
     structure: Structure
     tensors: tuple[TensorMeta, ...]
+    shared: Groups = ()
 
     @property
     def is_single(self) -> bool:
@@ -101,12 +110,13 @@ class EdgeMeta:
     def matches(self, value: Any, *, gradients: bool = True) -> bool:
         """Whether a value is as described, by shape and element type; ``gradients`` compares requires_grad as well.
 
-        The layout of tensors does not count, because the sender can arrange it.
+        The layout of tensors does not count, because the sender can arrange it. Tensors that share memory must do so in
+        the description, too.
         """
         return self.accept(value, gradients=gradients) is not None
 
-    def accept(self, value: Any, *, gradients: bool = True) -> Sequence[torch.Tensor] | None:
-        """The tensors of a value that ``matches``, in order; None if it does not."""
+    def accept(self, value: Any, *, gradients: bool = True, kin: Kin = ()) -> Sequence[torch.Tensor] | None:
+        """The tensors of a value that ``matches``, in order; None if it does not. See ``find_groups`` for ``kin``."""
         if self.structure is SLOT:
             fits = isinstance(value, torch.Tensor) and self.tensors[0].fits(value, gradients=gradients)
             return (value,) if fits else None
@@ -116,6 +126,8 @@ class EdgeMeta:
         for meta, tensor in zip(self.tensors, leaves, strict=True):
             if not meta.fits(tensor, gradients=gradients):
                 return None
+        if len(leaves) > 1 and (shared := find_groups(leaves, kin)) and not are_within(shared, self.shared):
+            return None
         return leaves
 
     def _leaves(self, value: Any) -> Sequence[torch.Tensor] | None:
@@ -134,29 +146,22 @@ class EdgeMeta:
         return rebuild(self.structure, iter(leaves))
 
 
-def flatten(value: Any) -> tuple[tuple[torch.Tensor, ...], EdgeMeta]:
-    """The tensors of a value in order, and the description from which it can be built again."""
+def flatten(value: Any, kin: Kin = ()) -> tuple[tuple[torch.Tensor, ...], EdgeMeta]:
+    """The tensors of a value in order, and the description from which it can be built again.
+
+    See ``find_groups`` for ``kin``.
+    """
     if isinstance(value, torch.Tensor):
         return (value,), EdgeMeta(SLOT, (TensorMeta.of(value),))
     found: list[torch.Tensor] = []
     structure = structure_of(value, found)
-    return tuple(found), EdgeMeta(structure, tuple([TensorMeta.of(tensor) for tensor in found]))
+    tensors = tuple([TensorMeta.of(tensor) for tensor in found])
+    return tuple(found), EdgeMeta(structure, tensors, find_groups(found, kin) if len(found) > 1 else ())
 
 
-def describe(value: Any) -> EdgeMeta:
-    """The description of a value."""
-    return flatten(value)[1]
-
-
-def leaves_of(value: Any) -> tuple[torch.Tensor, ...]:
-    """The tensors of a value, in order."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if type(value) is tuple and all(map(torch.is_tensor, value)):
-        return value
-    found: list[torch.Tensor] = []
-    structure_of(value, found)
-    return tuple(found)
+def describe(value: Any, kin: Kin = ()) -> EdgeMeta:
+    """The description of a value. See ``find_groups`` for ``kin``."""
+    return flatten(value, kin)[1]
 
 
 def wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,6 +205,7 @@ VARIES = 'if shapes vary between microbatches, pass shapes="per_microbatch"'
 TYPE_VARIES = 'if element types vary between microbatches, pass shapes="per_microbatch"'
 STRUCTURE_VARIES = 'if what a stage returns varies between microbatches, pass shapes="per_microbatch"'
 GRADIENT = "a stage must need the gradient of its input for every microbatch, or for none"
+SHARING = 'return a clone of one, let them share memory in the example in shapes=, too, or pass shapes="per_microbatch"'
 
 
 def _difference(agreed: EdgeMeta, found: EdgeMeta, gradients: bool) -> tuple[str, str] | None:
@@ -212,6 +218,9 @@ def _difference(agreed: EdgeMeta, found: EdgeMeta, gradients: bool) -> tuple[str
             return f"{name} is {have}, agreed was {want}", VARIES if want.shape != have.shape else TYPE_VARIES
         if gradients and want.requires_grad != have.requires_grad:
             return f"{name} has requires_grad={have.requires_grad}, agreed was {want.requires_grad}", GRADIENT
+    for group in found.shared:
+        if not are_within((group,), agreed.shared):
+            return f"{names(found.structure, group, 'output')} share memory, agreed was that they do not", SHARING
     return None
 
 

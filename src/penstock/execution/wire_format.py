@@ -21,19 +21,22 @@ from penstock.execution.value_spec import EdgeMeta, TensorMeta
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from penstock.execution.shared_memory import Groups
 
-# The format, version 1, little endian:
+
+# The format, version 2, little endian:
 #
-#   magic "PENS" · version u16 · length of all u32 · crc32 of all but itself u32 · node
+#   magic "PENS" · version u16 · length of all u32 · crc32 of all but itself u32 · node · shared
 #
 #   node    tag u8, then by tag
 #     0 None   1 False   2 True   3 int i64   4 float f64   5 str text
 #     6 tensor   element type u8 · requires_grad u8 · dimensions u8 · sizes u64... · strides u64...
 #     7 tuple count u32 · node...    8 list, the same    9 dict count u32 · (text · node)...
 #   text    length u32 · UTF-8
+#   shared  count u32 · (count u32 · number of a tensor u32...)...: which tensors share memory
 
 MAGIC = b"PENS"
-VERSION = 1
+VERSION = 2
 LONGEST = 1 << 24
 MOST_NODES = 1 << 16
 MOST_DIMENSIONS = 64
@@ -88,6 +91,7 @@ def encode(meta: EdgeMeta) -> bytes:
     """
     body = bytearray()
     _write(meta.structure, iter(meta.tensors), body)
+    _write_groups(meta.shared, body)
     length = START_BYTES + len(body)
     if length > LONGEST:
         raise MetadataError(f"a description of {length} bytes is too long to send; {LONGEST} are the most")
@@ -106,9 +110,10 @@ def decode(data: bytes) -> EdgeMeta:
         raise MetadataError("the checksum of the description is wrong")
     reader = _Reader(data, START_BYTES)
     structure = reader.node(0)
+    shared = reader.groups()
     if reader.at != len(data):
         raise MetadataError(f"{len(data) - reader.at} bytes follow the end of the description")
-    return EdgeMeta(structure, tuple(reader.tensors))
+    return EdgeMeta(structure, tuple(reader.tensors), shared)
 
 
 def _announced(data: bytes) -> int:
@@ -174,6 +179,12 @@ def _write_text(text: str, into: bytearray) -> None:
     into += data
 
 
+def _write_groups(groups: Groups, into: bytearray) -> None:
+    into += COUNT.pack(len(groups))
+    for group in groups:
+        into += struct.pack(f"<{1 + len(group)}I", len(group), *group)
+
+
 class _Reader:
     """Reads one description from the front to the back, and trusts nothing in it."""
 
@@ -230,6 +241,17 @@ class _Reader:
         if not _dense(meta):
             raise MetadataError(f"{meta} with strides {list(meta.stride)} is not a dense tensor that could be received")
         return meta
+
+    def groups(self) -> Groups:
+        groups = tuple([self.group() for _ in range(self.count())])
+        numbers = [number for group in groups for number in group]
+        if len(set(numbers)) < len(numbers) or max(numbers, default=-1) >= len(self.tensors):
+            raise MetadataError(f"tensors {numbers} of {len(self.tensors)} cannot share memory")
+        return groups
+
+    def group(self) -> tuple[int, ...]:
+        count = self.count()
+        return struct.unpack(f"<{count}I", self.take(COUNT.size * count))
 
     def text(self) -> str:
         data = self.take(self.count())

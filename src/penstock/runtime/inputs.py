@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.execution.autograd import accumulate
-from penstock.execution.trees import map_tensors, tensors_in
+from penstock.execution.shared_memory import find_groups, guard, has_memory
+from penstock.execution.trees import flat, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from penstock.execution.shared_memory import SharedInputs
 
 
 class Detached:
@@ -22,11 +25,13 @@ class Detached:
     Attributes:
         args: the positional arguments of each microbatch.
         kwargs: the keyword arguments of each microbatch.
+        shared: those positional arguments of each microbatch that share memory; empty if none needs a gradient.
     """
 
     def __init__(self, args: Sequence[tuple[Any, ...]], kwargs: Sequence[dict[str, Any]]) -> None:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.args: list[tuple[Any, ...]] = [self._cut(values) for values in args]
+        self.shared = [_shared(values) for values in self.args] if self._pairs else []
         self.kwargs: list[dict[str, Any]] = [self._cut(values) for values in kwargs]
 
     def backward(self) -> None:
@@ -50,3 +55,8 @@ class Detached:
         leaf = tensor.detach().requires_grad_()
         self._pairs.append((tensor, leaf))
         return leaf
+
+
+def _shared(args: tuple[Any, ...]) -> SharedInputs | None:
+    tensors = [tensor for tensor in tensors_in(args) if has_memory(tensor)]
+    return guard(flat(len(tensors)), tensors, find_groups(tensors))

@@ -209,6 +209,7 @@ class Pipeline:
             step = Step(
                 self.schedule.microbatches,
                 args=detached.args,
+                shared_args=detached.shared,
                 kwargs=detached.kwargs,
                 targets=batch.targets,
                 shares=self._shares(batch),

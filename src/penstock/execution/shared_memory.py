@@ -1,0 +1,168 @@
+"""Tensors of one value that share memory: the same tensor in two places, or a tensor and a view of it.
+
+In one model a change of one in place is a change of the other, to autograd as well. Across stages they are inputs of
+their own, each with its own gradient, and between ranks each is sent for itself. So a stage may get them, and hand them
+on, but must not modify them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.errors import StageError
+from penstock.execution.trees import Slot, paths, written
+
+if TYPE_CHECKING:
+    from penstock.execution.trees import Structure
+
+#: Which tensors of a value share memory: for each memory that several have, their numbers in order.
+Groups = tuple[tuple[int, ...], ...]
+#: Inputs of a stage whose originals share memory, in groups.
+Kin = Sequence[Sequence[torch.Tensor]]
+#: How hard to look for a common element of two views, until they count as sharing memory.
+_WORK = 10_000
+
+
+class SharedInputs:
+    """Inputs of a stage that share memory, or whose originals do: to be checked when the stage has run."""
+
+    __slots__ = ("_structure", "_versions", "numbers", "tensors")
+
+    def __init__(self, structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> None:
+        self._structure = structure
+        self.numbers = groups
+        self.tensors = [[tensors[number] for number in group] for group in groups]
+        self._versions = [[tensor._version for tensor in group] for group in self.tensors]
+
+    def check(self) -> None:
+        """Refuse a stage that has modified one of them in place."""
+        for numbers, tensors, versions in zip(self.numbers, self.tensors, self._versions, strict=True):
+            if [tensor._version for tensor in tensors] != versions:
+                raise StageError(
+                    f"the stage modified one of {names(self._structure, numbers, 'input')} in place; they share "
+                    "memory, so gradients and results would be wrong: give it a clone of one of them"
+                )
+
+
+def guard(structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> SharedInputs | None:
+    """What to check after a stage has run with these inputs; None if all of them may be modified.
+
+    Where no gradient is needed and the memory is still the same, a change of one is a change of the others.
+    """
+    guarded = tuple([group for group in groups if _must_not_change([tensors[number] for number in group])])
+    return SharedInputs(structure, tensors, guarded) if guarded else None
+
+
+def _must_not_change(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors) or len(set(map(_storage, tensors))) > 1
+
+
+def find_groups(tensors: Sequence[torch.Tensor], kin: Kin = ()) -> Groups:
+    """Which of these tensors share memory; quickly if each has its own.
+
+    >>> whole = torch.ones(4, 4)
+    >>> find_groups([whole, torch.ones(2), whole, whole[:, 1]]), find_groups(whole.chunk(2, 1))
+    (((0, 2, 3),), ())
+
+    Args:
+        tensors: the tensors of a value.
+        kin: for the output of a stage: outputs in the memory of inputs that are kin share it, too.
+    """
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    if not kin and len(set(storages)) == len(storages):
+        return ()
+    first = {_storage(tensor): _storage(group[0]) for group in kin for tensor in group}
+    origins = [first.get(storage, storage) for storage in storages]
+    return _find(
+        tuple(
+            [
+                _Place(origins.index(origin), storages.index(storage), *_extent(tensor))
+                for origin, storage, tensor in zip(origins, storages, tensors, strict=True)
+            ]
+        )
+    )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is dense, so that its elements have addresses."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_traceable_wrapper_subclass(tensor)
+
+
+def are_within(groups: Groups, others: Groups) -> bool:
+    """Whether all tensors that share memory by the first do so by the second as well."""
+    return all(any(set(group) <= set(other) for other in others) for group in groups)
+
+
+def names(structure: Structure, numbers: Collection[int], name: str) -> str:
+    """The places of some of the tensors of a value, as a user would write them."""
+    places = [written(name, path) for path, leaf in paths(structure) if isinstance(leaf, Slot)]
+    return " and ".join(places[number] for number in numbers)
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: in bytes, from the beginning of its storage.
+
+    Attributes:
+        origin: the first of the tensors whose memory is, or was, the same.
+        storage: the first of the tensors in the same storage.
+    """
+
+    origin: int
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For NumPy, which compares addresses and does not go there."""
+        return {
+            "version": 3,
+            "typestr": f"|V{self.itemsize}",
+            "shape": self.shape,
+            "strides": self.strides,
+            "data": (_ANYWHERE + self.offset, True),
+        }
+
+
+_ANYWHERE = 1 << 32
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
+    size = tensor.element_size()
+    return (
+        int(tensor.storage_offset()) * size,
+        tuple(tensor.shape),
+        tuple([size * one for one in tensor.stride()]),
+        size,
+    )
+
+
+@lru_cache(maxsize=256)  # the same few layouts come again and again
+def _find(places: tuple[_Place, ...]) -> Groups:
+    groups: list[list[int]] = []
+    for number, place in enumerate(places):
+        joined = [group for group in groups if any(_share(places[other], place) for other in group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([*(other for group in joined for other in group), number])
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
+
+
+def _share(one: _Place, other: _Place) -> bool:
+    if one.storage != other.storage:
+        return one.origin == other.origin
+    try:
+        return np.shares_memory(np.asarray(one), np.asarray(other), max_work=_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
