@@ -16,10 +16,10 @@ from penstock.errors import ScheduleError, StageError, StepError
 from penstock.execution.data_parallel import in_step, reductions_of
 from penstock.execution.edges import ABSENT
 from penstock.execution.microbatches.merge import merge
-from penstock.execution.native import without_history
 from penstock.execution.stage import Stage
 from penstock.execution.step import Step, unlike_samples
 from penstock.execution.training_check import TrainingCheck
+from penstock.execution.trees import map_tensors
 from penstock.ir.actions import ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
@@ -247,8 +247,9 @@ class Pipeline:
         with self._telling, torch.no_grad(), self._around(training=False):
             self._check_keywords("eval()", kwargs)
             batch = self._batches.of_evaluation(args, kwargs, target)
-            # A slice of a slice that is made without gradients says that it needs one all the same.
-            args_of, kwargs_of, targets = without_history(batch[:3])
+            # Without history: a slice of a slice that is made without gradients says that it needs one all the same.
+            # And each with a version of its own: a change of one in place is no change of the others.
+            args_of, kwargs_of, targets = map_tensors(lambda tensor: tensor.data, batch[:3])
             missing = self.schedule.microbatches - len(kwargs_of)
             counts = batch.counts
             step = Step(
