@@ -126,7 +126,8 @@ class Workplace:
             roots = stage.loss_root(loss, output)
             step.losses[microbatch] = loss = loss.detach()
             if roots:
-                step.seeds[microbatch] = step.seed(loss, step.shares[microbatch])
+                # One for each microbatch: a node of the graph, or a hook, may modify it in place.
+                step.seeds[microbatch] = (torch.full_like(loss, step.shares[microbatch]),)
             return roots
 
         return give

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from penstock.errors import MicrobatchError
 
 if TYPE_CHECKING:
+    import torch
     from torch.autograd.graph import GradientEdge
 
     from penstock.execution.shared_memory import Kin, SharedInputs
@@ -45,7 +44,6 @@ class Step:
         targets: what the loss function gets beside the output, for each microbatch.
         shares: what each microbatch's loss counts for in that of the batch.
         seeds: the gradient of each loss that has been computed.
-        last_seed: the one that was made last, and for which share.
         losses: the loss of each microbatch, without history, where it is computed.
         outputs: the output of each microbatch, if they are to be kept.
         arriving: activations that have been asked for.
@@ -71,7 +69,6 @@ class Step:
         "handed_gradients",
         "kin",
         "kwargs",
-        "last_seed",
         "leaving",
         "leaving_gradients",
         "losses",
@@ -107,7 +104,6 @@ class Step:
         self.targets = targets
         self.shares = shares
         self.seeds: dict[int, Tensors] = {}
-        self.last_seed: tuple[torch.Tensor, float] | None = None
         self.losses: list[torch.Tensor | None] = [None] * microbatches
         self.outputs: list[Any] | None = [None] * microbatches if keep_outputs else None
         self.arriving: dict[int, Any] = {}
@@ -124,16 +120,6 @@ class Step:
         self.flights: dict[int, Flight] = {}
         self.deferred: dict[int, Callable[[], None]] = {}
         self.training_check = training_check
-
-    def seed(self, loss: torch.Tensor, share: float) -> Tensors:
-        """What the backward of a loss begins with; as a rule the same for all microbatches, and made once."""
-        if self.last_seed is not None:
-            seed, its_share = self.last_seed
-            if share == its_share and seed.shape == loss.shape and seed.dtype == loss.dtype:
-                return (seed,)
-        seed = torch.full_like(loss, share)
-        self.last_seed = seed, share
-        return (seed,)
 
     def check_samples(self, microbatch: int) -> None:
         """Refuse a microbatch whose target is of another size: a loss function might not notice."""
