@@ -19,7 +19,7 @@ from time import perf_counter
 import penstock as ps
 from alternating import alternate
 from penstock.graph.start_times import start_times
-from penstock.simulation.step_graph import flow_of
+from penstock.simulation.step_graph import build_step_graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from torch.distributed.pipelining import schedules as upstream
@@ -94,7 +94,7 @@ def dry_run(rows: dict[int, list[object]], lowered: ps.Schedule) -> object:
 
 def from_schedule(lowered: ps.Schedule) -> float:
     """Ours, from a schedule that was not seen before."""
-    flow_of.cache_clear()
+    build_step_graph.cache_clear()
     return ps.simulate(lowered).makespan
 
 
@@ -107,9 +107,15 @@ def kernel(repeats: int) -> bool:
     """How many actions the walk does in a second."""
     lowered = ps.lower(ps.build("ZBVZeroBubble", ranks=64, microbatches=512))
     timeline = ps.simulate(lowered)
-    flow, costs = timeline.flow, timeline.costs
+    graph, costs = timeline.step_graph, timeline.costs
     (timing,) = alternate(
-        partial(start_times, flow.order, flow.durations(costs), flow.delays(costs), flow.releases(costs)),
+        partial(
+            start_times,
+            graph.order,
+            graph.durations(costs),
+            graph.delays(costs),
+            graph.release_times(costs),
+        ),
         repeats=repeats,
     )
     rate = len(lowered.codes) / timing.median

@@ -3,11 +3,11 @@
 import pytest
 
 import penstock as ps
-from penstock.simulation.comparison import candidates, ranked
+from penstock.simulation.comparison import candidates, rank_candidates
 
 
 def names(costs, **options):
-    return [candidate.name for candidate in ranked(list(candidates(4, 8, costs, **options)))]
+    return [candidate.name for candidate in rank_candidates(list(candidates(4, 8, costs, **options)))]
 
 
 @pytest.mark.parametrize("unit", [1, 0.1, 0.3])

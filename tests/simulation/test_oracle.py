@@ -101,7 +101,7 @@ def agree(schedule, costs, model):
         rows, list(schedule.placement.rank_of), prices(costs, schedule.stages), model.buffering, model.lanes
     ).run()
     places = [(rank, place) for rank, row in enumerate(rows) for place in range(len(row))]
-    first = timeline.node_start[timeline.flow.graph.node] - timeline.start  # times count from the first start
+    first = timeline.node_start[timeline.step_graph.events.node] - timeline.start  # times count from the first start
     origin = Fraction(first[0]) if len(first) else 0
     told = f"{model}\n{costs}\n{schedule.grid(aligned=False)}"
     assert [Fraction(when) + origin for when in timeline.start.tolist()] == [expected.starts[at] for at in places], told

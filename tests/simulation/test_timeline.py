@@ -88,7 +88,7 @@ def test_sharding_without_transfers_has_them_implied_too():
 def test_what_is_kept_cannot_be_changed():
     timeline = ps.simulate(ps.build("1F1B", ranks=2, microbatches=2))
     with pytest.raises(ValueError, match="read-only"):
-        timeline.flow.source[:] = 0
+        timeline.step_graph.source[:] = 0
 
 
 def test_bubbles_are_never_negative():
@@ -107,7 +107,7 @@ def test_a_busy_lane():
     busy = ps.simulate(schedule, costs, model=ps.CommModel("eager", "pair"))
     assert busy.makespan == 12
     assert [(t.start, t.end) for t in busy.transfers] == [(1, 6), (6, 11)]
-    implied = ps.simulate(ps.build("ForwardOnly", ranks=2, microbatches=2), costs, model=busy.flow.model)
+    implied = ps.simulate(ps.build("ForwardOnly", ranks=2, microbatches=2), costs, model=busy.step_graph.model)
     assert implied.makespan == 12
 
 

@@ -99,7 +99,7 @@ def nanoseconds(*times):
 
 
 def spans_of(timeline):
-    return [timeline.spans[cell] for cell in timeline.flow.blocking]
+    return [timeline.spans[cell] for cell in timeline.step_graph.blocking]
 
 
 def drawn(ask, *names):
@@ -129,7 +129,7 @@ def test_it_is_read_without_error(ask):
 def test_a_process_per_rank(ask, timeline):
     found = ask("select pid, name from process where name is not null order by pid")
 
-    assert found == [(rank, f"rank {rank}") for rank in range(timeline.flow.ranks)]
+    assert found == [(rank, f"rank {rank}") for rank in range(timeline.step_graph.ranks)]
 
 
 def lines_of(timeline, rank):
@@ -141,7 +141,7 @@ def lines_of(timeline, rank):
     if any(wait.rank == rank for wait in timeline.waits):
         yield "idle"
     ways = {(transfer.source, transfer.target) for transfer in timeline.transfers}
-    for peer in range(timeline.flow.ranks):
+    for peer in range(timeline.step_graph.ranks):
         if (rank, peer) in ways:
             yield f"send (to rank {peer})"
         if (peer, rank) in ways:
@@ -154,7 +154,7 @@ def test_lines_are_in_order(perfetto, timeline):
         "() => app.trace.workspace.children.map((rank) => [rank.name, rank.flatTracksOrdered.map((each) => each.name)])"
     )
     shown = dict(perfetto.evaluate(read))
-    ranks = range(timeline.flow.ranks)
+    ranks = range(timeline.step_graph.ranks)
 
     # This build puts the rank with most bars first; newer ones, as the trace says, rank 0.
     assert sorted(shown) == sorted(f"rank {rank} {rank}" for rank in ranks)
@@ -167,7 +167,7 @@ def test_lines_are_in_order(perfetto, timeline):
 def test_ranks_are_on_the_screen(perfetto, timeline):
     assert all(
         perfetto.get_by_text(f"rank {rank} {rank}", exact=True).first.is_visible()
-        for rank in range(timeline.flow.ranks)
+        for rank in range(timeline.step_graph.ranks)
     )
 
 

@@ -47,8 +47,8 @@ def test_a_process_per_rank(timeline, tmp_path):
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     order = {event["pid"]: event["args"]["sort_index"] for event in events if event["name"] == "process_sort_index"}
 
-    assert names == {rank: f"rank {rank}" for rank in range(timeline.flow.ranks)}
-    assert order == {rank: rank for rank in range(timeline.flow.ranks)}
+    assert names == {rank: f"rank {rank}" for rank in range(timeline.step_graph.ranks)}
+    assert order == {rank: rank for rank in range(timeline.step_graph.ranks)}
 
 
 def test_every_event_is_on_a_named_thread(timeline, tmp_path):
@@ -57,7 +57,7 @@ def test_every_event_is_on_a_named_thread(timeline, tmp_path):
 
     assert all((event["pid"], event["tid"]) in threads for event in of(events, "X", "s", "t", "f"))
     assert len({tid for _, tid in threads}) == len(threads)
-    assert not {tid for _, tid in threads} & set(range(timeline.flow.ranks))
+    assert not {tid for _, tid in threads} & set(range(timeline.step_graph.ranks))
 
 
 def test_what_is_on_one_thread_does_not_overlap(timeline, tmp_path):
@@ -79,7 +79,7 @@ def test_actions_have_their_times(timeline, tmp_path):
         for event in of(events, "X")
         if threads[event["pid"], event["tid"]] == ("compute" if event["dur"] else "instants")
     )
-    spans = [timeline.spans[cell] for cell in timeline.flow.blocking]
+    spans = [timeline.spans[cell] for cell in timeline.step_graph.blocking]
 
     assert drawn == Counter((s.rank, str(s.action), round(1e6 * s.start) / 1000, s.step) for s in spans)
 

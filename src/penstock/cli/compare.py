@@ -15,7 +15,7 @@ from penstock.cli.costs import CostsFile, ModelName, amount, costs_from, model_n
 from penstock.cli.source import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Json, Microbatches, Ranks, StagesPerRank
 from penstock.cli.terminal import Width, terminal
 from penstock.schedules.registry import RECIPES
-from penstock.simulation.comparison import Candidate, candidates, ranked
+from penstock.simulation.comparison import Candidate, candidates, rank_candidates
 
 #: From so many forwards on it takes long enough that somebody would wonder.
 _LARGE = 20_000
@@ -59,7 +59,7 @@ def compare(
         waiting = Console(stderr=True)
         most = sum(1 + recipe.fits_costs for recipe in RECIPES) - 1
         found = iter(track(found, "simulating", total=most, console=waiting, transient=True))
-    rows = ranked(list(found))
+    rows = rank_candidates(list(found))
     if machine:
         typer.echo(json.dumps([_facts(row) for row in rows], indent=2))
     else:

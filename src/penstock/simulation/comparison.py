@@ -98,7 +98,7 @@ def _candidate(
     return found
 
 
-def ranked(found: list[Candidate]) -> list[Candidate]:
+def rank_candidates(found: list[Candidate]) -> list[Candidate]:
     """The fastest first, by makespan and then by memory; what is out of the question last."""
 
     def order(candidate: Candidate) -> tuple[bool, float, float]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.costs import Costs
-    from penstock.simulation.step_graph import Flow
+    from penstock.simulation.step_graph import StepGraph
 
     Floats = NDArray[np.float64]
 
@@ -41,25 +41,25 @@ class Extent(NamedTuple):
         return float((self.end - self.begin).max(initial=0.0))
 
 
-def extent_of(flow: Flow, costs: Costs, start: Floats, duration: Floats) -> Extent:
+def extent_of(graph: StepGraph, costs: Costs, start: Floats, duration: Floats) -> Extent:
     """The extent of a run in which the nodes of the flow start then and take so long.
 
     An action counts if it computes, or takes time. What a rank has to do before it first computes, such as UNSHARD,
     it could do just in time: so it begins as much earlier as that takes, and no earlier.
     """
-    others = flow.others if costs.dispatch else flow.others[duration[flow.others] > 0]
-    firsts = np.concatenate([flow.first_compute, flow.last_of_ranks(others[::-1])])
-    lasts = np.stack([flow.last_compute, flow.last_of_ranks(others)])
+    others = graph.non_compute if costs.dispatch else graph.non_compute[duration[graph.non_compute] > 0]
+    firsts = np.concatenate([graph.first_compute, graph.last_of_ranks(others[::-1])])
+    lasts = np.stack([graph.last_compute, graph.last_of_ranks(others)])
     if (firsts == NONE).all():
-        return Extent(0.0, np.zeros(flow.ranks), np.zeros(flow.ranks))
+        return Extent(0.0, np.zeros(graph.ranks), np.zeros(graph.ranks))
     origin = float(start[firsts[firsts != NONE]].min())
     ends = np.where(lasts == NONE, origin, start[lasts] + duration[lasts]).max(axis=0)  # a rank runs in order
-    return Extent(origin, _begins(flow, costs, start, duration, origin) - origin, ends - origin)
+    return Extent(origin, _begins(graph, costs, start, duration, origin) - origin, ends - origin)
 
 
-def _begins(flow: Flow, costs: Costs, start: Floats, duration: Floats, origin: float) -> Floats:
+def _begins(graph: StepGraph, costs: Costs, start: Floats, duration: Floats, origin: float) -> Floats:
     """When each rank begins, if it does what comes before its first compute action just in time."""
-    first, ahead = flow.first_compute, flow.ahead
-    before = np.bincount(flow.rank[ahead], duration[ahead], flow.ranks)
-    before = before + costs.dispatch * (first - flow.actions.first_cell[:-1])
+    first, ahead = graph.first_compute, graph.before_compute
+    before = np.bincount(graph.rank[ahead], duration[ahead], graph.ranks)
+    before = before + costs.dispatch * (first - graph.actions.first_cell[:-1])
     return np.where(first == NONE, origin, start[first] - before)

@@ -84,7 +84,7 @@ class Idle(NamedTuple):
         return f"{self.before} waits for the {self.cause} that {self.awaited} makes on rank {self.source}"
 
 
-def intervals(timeline: Timeline) -> tuple[Idle, ...]:
+def idle_intervals(timeline: Timeline) -> tuple[Idle, ...]:
     """Every interval with its cause, rank by rank in order. Linear but for one search per interval."""
     return tuple(sorted([*_gaps(timeline), *_drained(timeline)], key=lambda wait: (wait.rank, wait.start)))
 
@@ -109,10 +109,10 @@ class _Moments(NamedTuple):
 
 
 def _gaps(timeline: Timeline) -> Iterator[Idle]:
-    flow, runs, origin = timeline.flow, timeline.flow.blocking, timeline.extent.origin
+    graph, runs, origin = timeline.step_graph, timeline.step_graph.blocking, timeline.extent.origin
     start = timeline.node_start[runs]
     ends = start + timeline.node_duration[runs]
-    same_rank = np.append(False, flow.rank[runs][1:] == flow.rank[runs][:-1])
+    same_rank = np.append(False, graph.rank[runs][1:] == graph.rank[runs][:-1])
     previous = np.where(same_rank, np.append(0.0, ends[:-1]), origin)
     slack = ROUNDING * timeline.makespan
     late = np.flatnonzero(start > previous + slack)
@@ -123,10 +123,10 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
     ordered = np.clip(ready, moments.started, moments.end)
     makers = _makers_of(timeline, timeline.critical[runs[late]])
     for number, cell in enumerate(runs[late].tolist()):
-        rank, before = int(flow.rank[cell]), timeline.spans[cell].action
+        rank, before = int(graph.rank[cell]), timeline.spans[cell].action
         maker = int(makers[number])
-        action, source = (timeline.spans[maker].action, int(flow.rank[maker])) if maker != NONE else (None, None)
-        word = "activation" if maker != NONE and flow.is_forward[timeline.critical[cell]] else "gradient"
+        action, source = (timeline.spans[maker].action, int(graph.rank[maker])) if maker != NONE else (None, None)
+        word = "activation" if maker != NONE and graph.is_forward[timeline.critical[cell]] else "gradient"
         bounds = [float(moment[number]) - origin for moment in moments]
         until = float(ordered[number]) - origin
         causes = ("step", "dispatch", word, "unsent", "lane", "transfer", "lane")
@@ -140,19 +140,19 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
 
 def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
     """When each of these cells may begin, and when what it waits for was made, sent and there, within its gap."""
-    flow, node_end = timeline.flow, timeline.node_start + timeline.node_duration
+    graph, node_end = timeline.step_graph, timeline.node_start + timeline.node_duration
     end = timeline.node_start[cells]
     made, posted, sets_out, arrives = (end.copy() for _ in range(4))
     edges = timeline.critical[cells]
-    reasons = np.append(flow.reason, NOTHING)[edges]
+    reasons = np.append(graph.reason, NOTHING)[edges]
 
     between = np.flatnonzero(reasons == DATA)
-    made[between] = posted[between] = sets_out[between] = node_end[flow.source[edges[between]]]
+    made[between] = posted[between] = sets_out[between] = node_end[graph.source[edges[between]]]
 
     received = np.flatnonzero(reasons == USE)
     if len(received):
         sent = _sent(timeline, edges[received])
-        node = flow.graph.node[sent]
+        node = graph.events.node[sent]
         made[received] = node_end[_makers(timeline, sent)]
         posted[received] = _posted(timeline)[sent]
         sets_out[received], arrives[received] = timeline.node_start[node], node_end[node]
@@ -165,19 +165,19 @@ def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
 
 def _may_begin(timeline: Timeline, cells: Ints) -> tuple[Floats, Floats]:
     """When the step before has ended for each of these cells, and when its rank has got to it."""
-    flow, node_end = timeline.flow, timeline.node_start + timeline.node_duration
-    stepped, started = np.zeros(flow.nodes), flow.releases(timeline.costs)
-    into_step = np.flatnonzero(flow.begins != NONE)
-    np.maximum.at(stepped, flow.target[into_step], node_end[flow.source[into_step]])
-    own = np.flatnonzero((flow.reason == PROGRAM) | (flow.begins != NONE))
-    np.maximum.at(started, flow.target[own], node_end[flow.source[own]] + flow.delays(timeline.costs)[own])
+    graph, node_end = timeline.step_graph, timeline.node_start + timeline.node_duration
+    stepped, started = np.zeros(graph.nodes), graph.release_times(timeline.costs)
+    into_step = np.flatnonzero(graph.begins != NONE)
+    np.maximum.at(stepped, graph.target[into_step], node_end[graph.source[into_step]])
+    own = np.flatnonzero((graph.reason == PROGRAM) | (graph.begins != NONE))
+    np.maximum.at(started, graph.target[own], node_end[graph.source[own]] + graph.delays(timeline.costs)[own])
     return stepped[cells], started[cells]
 
 
 def _makers(timeline: Timeline, sent: Ints) -> Ints:
     """The cells that make what is sent in these cells."""
-    actions = timeline.flow.actions
-    sends = timeline.flow.first_action[sent]
+    actions = timeline.step_graph.actions
+    sends = timeline.step_graph.first_action[sent]
     maker = np.full(len(sends), NONE, np.int64)
     for transfer in TRANSFERS:
         mine = np.flatnonzero(actions.is_kind(sends, transfer.send))
@@ -187,38 +187,38 @@ def _makers(timeline: Timeline, sent: Ints) -> Ints:
 
 def _sent(timeline: Timeline, edges: Ints) -> Ints:
     """The cells of the sends whose receives these edges wait for."""
-    flow = timeline.flow
-    send = np.full(len(flow.actions), NONE, np.int64)
-    send[flow.pairs.receive] = flow.pairs.send
-    return np.asarray(flow.actions.cell[send[flow.graph.awaited[edges]]])
+    graph = timeline.step_graph
+    send = np.full(len(graph.actions), NONE, np.int64)
+    send[graph.pairs.receive] = graph.pairs.send
+    return np.asarray(graph.actions.cell[send[graph.events.awaited[edges]]])
 
 
 def _posted(timeline: Timeline) -> Floats:
     """When the rank of every cell got to it; for sends and receives only."""
-    flow = timeline.flow
-    posted = flow.posts(timeline.costs)
-    edges = np.flatnonzero(flow.reason[: len(flow.graph.waiting)] == POST)
-    source = flow.source[edges]
-    when = timeline.node_start[source] + timeline.node_duration[source] + flow.delays(timeline.costs)[edges]
-    posted[flow.actions.cell[flow.graph.waiting[edges]]] = when
+    graph = timeline.step_graph
+    posted = graph.post_times(timeline.costs)
+    edges = np.flatnonzero(graph.reason[: len(graph.events.waiting)] == POST)
+    source = graph.source[edges]
+    when = timeline.node_start[source] + timeline.node_duration[source] + graph.delays(timeline.costs)[edges]
+    posted[graph.actions.cell[graph.events.waiting[edges]]] = when
     return posted
 
 
 def _makers_of(timeline: Timeline, edges: Ints) -> Ints:
     """The cells on other ranks that make what these edges wait for; ``NONE`` if they do not wait for data."""
-    flow = timeline.flow
-    reasons = np.append(flow.reason, NOTHING)[edges]
+    graph = timeline.step_graph
+    reasons = np.append(graph.reason, NOTHING)[edges]
     makers = np.full(len(edges), NONE, np.int64)
-    makers[reasons == DATA] = flow.source[edges[reasons == DATA]]
+    makers[reasons == DATA] = graph.source[edges[reasons == DATA]]
     makers[reasons == USE] = _makers(timeline, _sent(timeline, edges[reasons == USE]))
     return makers
 
 
 def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:
     """For each of these blocking cells: when the first later one of its rank and step could run, and which."""
-    flow, runs = timeline.flow, timeline.flow.blocking
+    graph, runs = timeline.step_graph, timeline.step_graph.blocking
     ready = _ready(timeline)[runs]
-    group = flow.rank[runs] * flow.steps + flow.step[runs]
+    group = graph.rank[runs] * graph.steps + graph.step[runs]
     soonest, which = np.full(len(runs), np.inf), np.zeros(len(runs), np.int64)
     bounds = [*np.flatnonzero(np.append(True, np.diff(group) != 0)).tolist(), len(runs)]
     for begin, end in pairwise(bounds):
@@ -232,15 +232,15 @@ def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:
 
 def _ready(timeline: Timeline) -> Floats:
     """When everything that a cell needs has arrived at its rank; never for what does not compute."""
-    flow, actions = timeline.flow, timeline.flow.actions
-    ready = np.full(flow.cells, np.inf)
+    graph, actions = timeline.step_graph, timeline.step_graph.actions
+    ready = np.full(graph.cells, np.inf)
     ready[actions.cell[actions.positions_of(*COMPUTE)]] = 0.0
     waiting, awaited = actions.inputs
     local = actions.rank[waiting] == actions.rank[awaited]
     source = actions.cell[awaited[local]]
     np.maximum.at(ready, actions.cell[waiting[local]], timeline.node_start[source] + timeline.node_duration[source])
-    between, received = np.flatnonzero(flow.reason == DATA), np.flatnonzero(flow.reason == USE)
-    for edges, source in ((between, flow.source[between]), (received, flow.graph.node[_sent(timeline, received)])):
-        when = timeline.node_start[source] + timeline.node_duration[source] + flow.delays(timeline.costs)[edges]
-        np.maximum.at(ready, flow.target[edges], when)
+    between, received = np.flatnonzero(graph.reason == DATA), np.flatnonzero(graph.reason == USE)
+    for edges, source in ((between, graph.source[between]), (received, graph.events.node[_sent(timeline, received)])):
+        when = timeline.node_start[source] + timeline.node_duration[source] + graph.delays(timeline.costs)[edges]
+        np.maximum.at(ready, graph.target[edges], when)
     return ready

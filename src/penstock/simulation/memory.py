@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.costs import Costs
-    from penstock.simulation.step_graph import Flow
+    from penstock.simulation.step_graph import StepGraph
 
     Floats = NDArray[np.float64]
 
 
-class Held(NamedTuple):
-    """What a rank holds around each of its cells, in the order of ``flow.blocking``.
+class MemoryUse(NamedTuple):
+    """What a rank holds around each of its cells, in the order of ``graph.blocking``.
 
     Attributes:
         during: while the cell runs.
@@ -32,22 +32,22 @@ class Held(NamedTuple):
     static: Floats
 
 
-def held(flow: Flow, costs: Costs) -> Held:
+def memory_use(graph: StepGraph, costs: Costs) -> MemoryUse:
     """Prefix sums along the order of every rank. O(n)."""
-    taken, released = _changes(flow, costs)
-    rank = flow.rank[flow.blocking]
-    bounds = np.searchsorted(rank, np.arange(flow.ranks + 1)).tolist()
+    taken, released = _changes(graph, costs)
+    rank = graph.rank[graph.blocking]
+    bounds = np.searchsorted(rank, np.arange(graph.ranks + 1)).tolist()
     total = np.concatenate([np.cumsum(taken[a:b] - released[a:b]) for a, b in pairwise(bounds)])
     static = np.bincount(
-        flow.schedule.placement.rank_of, costs.per_stage("static", flow.schedule.stages), flow.ranks
+        graph.schedule.placement.rank_of, costs.per_stage("static", graph.schedule.stages), graph.ranks
     ).astype(np.float64)
     after = total + static[rank]
-    return Held(after + released, after, static)
+    return MemoryUse(after + released, after, static)
 
 
-def _changes(flow: Flow, costs: Costs) -> tuple[Floats, Floats]:
+def _changes(graph: StepGraph, costs: Costs) -> tuple[Floats, Floats]:
     """What every blocking cell takes when it starts, and releases when it ends."""
-    actions, stages = flow.actions, flow.schedule.stages
+    actions, stages = graph.actions, graph.schedule.stages
     activation, share = costs.per_stage("activation", stages), costs.per_stage("input_release", stages)
     changes = []
     releases = [(FULL_BACKWARD, activation), (BACKWARD_INPUT, activation * share)]
@@ -55,9 +55,9 @@ def _changes(flow: Flow, costs: Costs) -> tuple[Floats, Floats]:
     if not len(actions.positions_of(FULL_BACKWARD, BACKWARD_INPUT)):
         releases = [(FORWARD, activation)]  # without a backward nothing is kept for it
     for kinds in ([(FORWARD, activation)], releases):
-        change = np.zeros(flow.cells)
+        change = np.zeros(graph.cells)
         for kind, amount in kinds:
             mine = actions.positions_of(kind)
-            change += np.bincount(actions.cell[mine], amount[actions.stage[mine]], flow.cells)
-        changes.append(change[flow.blocking])
+            change += np.bincount(actions.cell[mine], amount[actions.stage[mine]], graph.cells)
+        changes.append(change[graph.blocking])
     return changes[0], changes[1]

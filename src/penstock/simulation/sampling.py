@@ -13,7 +13,7 @@ from penstock.graph.start_times import start_times
 from penstock.ir.numbers import whole_number
 from penstock.simulation.costs import Costs, checked_number
 from penstock.simulation.extent import Extent, extent_of
-from penstock.simulation.simulate import prepared
+from penstock.simulation.simulate import prepare
 from penstock.simulation.step_graph import DATA
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.graph.comm_model import CommModel
     from penstock.ir.schedule import Schedule
-    from penstock.simulation.step_graph import Flow
+    from penstock.simulation.step_graph import StepGraph
 
     Floats = NDArray[np.float64]
 
@@ -98,21 +98,21 @@ def simulate_many(
         progress: called after every sample.
     """
     if isinstance(costs, Costs) or costs is None:
-        flow, one = prepared(schedule, costs, model, steps, synchronise=synchronise)
+        graph, one = prepare(schedule, costs, model, steps, synchronise=synchronise)
         count = whole_number("samples", samples, least=1, most=MOST_SAMPLES)
         chance = np.random.default_rng(whole_number("seed", seed))
-        runs = _varied(flow, one, count, _spread("noise", noise), _ranks(flow, stragglers), chance)
+        runs = _varied(graph, one, count, _spread("noise", noise), _ranks(graph, stragglers), chance)
     else:
         given = _listed(costs)
         if np.any(noise) or np.any(stragglers):
             raise CostsError("noise and stragglers vary one Costs; a list of them is simulated as it is", field="noise")
-        flow, _ = prepared(schedule, given[0], model, steps, synchronise=synchronise)
+        graph, _ = prepare(schedule, given[0], model, steps, synchronise=synchronise)
         for each in given:
             each.check(schedule.stages)
-        runs = ((each, flow.durations(each), flow.delays(each)) for each in given)
+        runs = ((each, graph.durations(each), graph.delays(each)) for each in given)
     extents = []
     for run in runs:
-        extents.append(_run(flow, *run))
+        extents.append(_run(graph, *run))
         if progress is not None:
             progress()
     return Samples(np.array([e.makespan for e in extents]), np.array([e.span for e in extents]))
@@ -125,22 +125,22 @@ def _listed(costs: object) -> tuple[Costs, ...]:
     return given
 
 
-def _run(flow: Flow, costs: Costs, duration: Floats, delay: Floats) -> Extent:
-    start, _ = start_times(flow.order, duration, delay, flow.releases(costs))
-    return extent_of(flow, costs, start, duration)
+def _run(graph: StepGraph, costs: Costs, duration: Floats, delay: Floats) -> Extent:
+    start, _ = start_times(graph.order, duration, delay, graph.release_times(costs))
+    return extent_of(graph, costs, start, duration)
 
 
 def _varied(
-    flow: Flow, costs: Costs, samples: int, noise: float, stragglers: Floats, chance: np.random.Generator
+    graph: StepGraph, costs: Costs, samples: int, noise: float, stragglers: Floats, chance: np.random.Generator
 ) -> Iterator[tuple[Costs, Floats, Floats]]:
-    duration, delay = flow.durations(costs), flow.delays(costs)
-    between = np.flatnonzero(flow.reason == DATA)  # transfers that the schedule does not spell out
-    of_action, of_transfer = np.full(flow.cells, noise), np.full(len(between), noise)
-    rank = flow.rank[flow.blocking]
+    duration, delay = graph.durations(costs), graph.delays(costs)
+    between = np.flatnonzero(graph.reason == DATA)  # transfers that the schedule does not spell out
+    of_action, of_transfer = np.full(graph.cells, noise), np.full(len(between), noise)
+    rank = graph.rank[graph.blocking]
     for _ in range(samples):
         varied, delayed = duration.copy(), delay.copy()
-        varied[: flow.cells] *= _factors(chance, of_action)
-        varied[flow.blocking] *= _factors(chance, stragglers)[rank]
+        varied[: graph.cells] *= _factors(chance, of_action)
+        varied[graph.blocking] *= _factors(chance, stragglers)[rank]
         delayed[between] *= _factors(chance, of_transfer)
         yield costs, varied, delayed
 
@@ -161,12 +161,12 @@ def _spread(field: str, value: object) -> float:
     return number
 
 
-def _ranks(flow: Flow, stragglers: object) -> Floats:
+def _ranks(graph: StepGraph, stragglers: object) -> Floats:
     if isinstance(stragglers, str) or not isinstance(stragglers, (Sequence, np.ndarray)):
-        return np.full(flow.ranks, _spread("stragglers", stragglers))
-    if len(stragglers) != flow.ranks:
+        return np.full(graph.ranks, _spread("stragglers", stragglers))
+    if len(stragglers) != graph.ranks:
         raise CostsError(
-            f"stragglers has {len(stragglers)} numbers, and there are {flow.ranks} ranks: give one for each",
+            f"stragglers has {len(stragglers)} numbers, and there are {graph.ranks} ranks: give one for each",
             field="stragglers",
             value=stragglers,
         )

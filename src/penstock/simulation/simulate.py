@@ -10,7 +10,7 @@ from penstock.graph.start_times import start_times
 from penstock.ir.numbers import whole_number
 from penstock.ir.schedule import Schedule
 from penstock.simulation.costs import Costs
-from penstock.simulation.step_graph import Flow, flow_of
+from penstock.simulation.step_graph import StepGraph, build_step_graph
 from penstock.simulation.timeline import Timeline
 
 #: More than so many, in all steps together, would not fit into memory.
@@ -45,20 +45,20 @@ def simulate(
         VerificationError: the schedule would not run.
         CostsError: the costs do not fit it.
     """
-    flow, costs = prepared(schedule, costs, model, steps, synchronise=synchronise)
-    duration = flow.durations(costs)
-    start, critical = start_times(flow.order, duration, flow.delays(costs), flow.releases(costs))
-    return Timeline(schedule, costs, flow, start, duration, critical)
+    graph, costs = prepare(schedule, costs, model, steps, synchronise=synchronise)
+    duration = graph.durations(costs)
+    start, critical = start_times(graph.order, duration, graph.delays(costs), graph.release_times(costs))
+    return Timeline(schedule, costs, graph, start, duration, critical)
 
 
-def prepared(
+def prepare(
     schedule: Schedule,
     costs: Costs | None,
     model: CommModel | None = None,
     steps: int = 1,
     *,
     synchronise: bool = True,
-) -> tuple[Flow, Costs]:
+) -> tuple[StepGraph, Costs]:
     """The flow of a schedule, and the costs with their default, both checked."""
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"a Schedule can be simulated, not {schedule!r}")
@@ -68,6 +68,6 @@ def prepared(
     if model is not None and not isinstance(model, CommModel):
         raise ModelError(f"a model is a CommModel, e.g. CommModel('eager', 'pair'), not {model!r}")
     steps = whole_number("steps", steps, least=1, most=max(1, MOST_ACTIONS // max(1, len(schedule.codes))))
-    flow = flow_of(schedule, model, steps, bool(synchronise))
+    graph = build_step_graph(schedule, model, steps, bool(synchronise))
     costs.check(schedule.stages)
-    return flow, costs
+    return graph, costs

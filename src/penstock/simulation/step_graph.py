@@ -46,8 +46,8 @@ FREE: Final = CommModel(buffering=EAGER, lanes="message")
 #: The reasons of the edges: those of the event graph, and that a step begins after the one before it.
 PROGRAM, POST, LANE, USE, MESSAGE, ROOM, DATA, STEP = range(len(REASONS) + 1)
 
-_IS_OPERATION: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
-_IS_OPERATION[[packed.TYPE_NUMBER[kind] for kind in TRANSFER_TYPES]] = True
+_IS_TRANSFER: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
+_IS_TRANSFER[[packed.TYPE_NUMBER[kind] for kind in TRANSFER_TYPES]] = True
 _IS_COMPUTE: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
 _IS_COMPUTE[[packed.TYPE_NUMBER[kind] for kind in COMPUTE]] = True
 
@@ -63,7 +63,7 @@ _TIMES: Final = {
 
 
 @dataclass(frozen=True, eq=False)
-class Flow:
+class StepGraph:
     """A schedule, run for some steps under a communication model, as a graph whose nodes take time.
 
     The nodes are the cells of all steps; then, for every step, the optimizer of every rank; then, where the steps are
@@ -75,8 +75,8 @@ class Flow:
         steps: how many steps are run.
         synchronise: whether every rank waits for all others at the end of a step.
         actions: the actions of all steps.
-        graph: the event graph of their cells.
-        source: for every edge the node that it comes from; first those of ``graph``, then those between steps.
+        events: the event graph of their cells.
+        source: for every edge the node that it comes from; first those of ``events``, then those between steps.
         target: for every edge the node that it goes to.
         reason: for every edge why it is there.
         begins: for every edge into the beginning of a step the cell that it is for, else ``NONE``.
@@ -88,7 +88,7 @@ class Flow:
     steps: int
     synchronise: bool
     actions: ActionTable
-    graph: EventGraph
+    events: EventGraph
     source: Ints
     target: Ints
     reason: Ints
@@ -103,7 +103,7 @@ class Flow:
     @property
     def cells(self) -> int:
         """How many cells there are, in all steps."""
-        return len(self.graph.node)
+        return len(self.events.node)
 
     @property
     def nodes(self) -> int:
@@ -130,9 +130,9 @@ class Flow:
         return np.asarray(within // np.maximum(lengths[self.rank], 1))
 
     @cached_property
-    def is_operation(self) -> NDArray[np.bool_]:
+    def is_transfer(self) -> NDArray[np.bool_]:
         """Whether each cell is a send or a receive, which its rank posts and does not wait for."""
-        return np.asarray(_IS_OPERATION[self.actions.kind[self.first_action]])
+        return np.asarray(_IS_TRANSFER[self.actions.kind[self.first_action]])
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
@@ -142,7 +142,7 @@ class Flow:
     @cached_property
     def blocking(self) -> Ints:
         """The cells that their rank runs itself, rank by rank in order."""
-        return np.flatnonzero(~self.is_operation)
+        return np.flatnonzero(~self.is_transfer)
 
     @cached_property
     def first_compute(self) -> Ints:
@@ -161,7 +161,7 @@ class Flow:
         return last
 
     @cached_property
-    def ahead(self) -> Ints:
+    def before_compute(self) -> Ints:
         """The cells that a rank runs itself before it first computes."""
         return np.asarray(self.blocking[self.blocking < self.first_compute[self.rank[self.blocking]]])
 
@@ -171,14 +171,14 @@ class Flow:
         return np.flatnonzero(self.is_compute)
 
     @cached_property
-    def others(self) -> Ints:
+    def non_compute(self) -> Ints:
         """The cells that a rank runs itself and that do not compute."""
         return np.asarray(self.blocking[~self.is_compute[self.blocking]])
 
     @cached_property
     def is_forward(self) -> NDArray[np.bool_]:
         """Whether what waits along each edge of the event graph is a forward."""
-        return self.actions.is_kind(self.graph.waiting, FORWARD)
+        return self.actions.is_kind(self.events.waiting, FORWARD)
 
     @cached_property
     def pairs(self) -> TransferPairs:
@@ -207,7 +207,7 @@ class Flow:
         delay = np.zeros(len(self.source))
         between = np.flatnonzero(self.reason == DATA)
         if len(between):
-            awaited, waiting = self.graph.awaited[between], self.graph.waiting[between]
+            awaited, waiting = self.events.awaited[between], self.events.waiting[between]
             backward = ~self.is_forward[between]
             edge = np.minimum(self.actions.stage[awaited], self.actions.stage[waiting])
             forward_time = costs.transfer(self.schedule.stages, backward=False)
@@ -221,10 +221,10 @@ class Flow:
     def _dispatched(self) -> Ints:
         """How many actions a rank starts along every edge, up to the target."""
         started = np.zeros(len(self.source), np.int64)
-        inner = len(self.graph.awaited)
+        inner = len(self.events.awaited)
         cell = self.actions.cell
         by_program = np.flatnonzero((self.reason[:inner] == PROGRAM) | (self.reason[:inner] == POST))
-        started[by_program] = cell[self.graph.waiting[by_program]] - cell[self.graph.awaited[by_program]]
+        started[by_program] = cell[self.events.waiting[by_program]] - cell[self.events.awaited[by_program]]
         into_step = np.flatnonzero(self.begins != NONE)
         started[into_step] = self.within_step[self.begins[into_step]] + 1
         return started
@@ -236,23 +236,23 @@ class Flow:
         within: Ints = np.arange(self.cells) - self.actions.first_cell[self.rank] - self.step * lengths[self.rank]
         return within
 
-    def posts(self, costs: Costs) -> Floats:
+    def post_times(self, costs: Costs) -> Floats:
         """When a rank gets to each cell that it waits for nothing before; 0 for all others."""
         post = np.zeros(self.cells)
         if costs.dispatch:
-            cells = self.leading[self.step[self.leading] == 0]
+            cells = self.leading_cells[self.step[self.leading_cells] == 0]
             post[cells] = costs.dispatch * (self.within_step[cells] + 1)
         return post
 
-    def releases(self, costs: Costs) -> Floats:
+    def release_times(self, costs: Costs) -> Floats:
         """Before when no node starts: the rank has to get to it, even if it waits for nothing."""
         release = np.zeros(self.nodes)
         if costs.dispatch:
-            np.maximum.at(release, self.graph.node, self.posts(costs))
+            np.maximum.at(release, self.events.node, self.post_times(costs))
         return release
 
     @cached_property
-    def leading(self) -> Ints:
+    def leading_cells(self) -> Ints:
         """Of every rank and step the cells up to the first that the rank runs itself."""
         group = self.rank * self.steps + self.step
         first = np.full(self.ranks * self.steps, self.cells, np.int64)
@@ -261,7 +261,7 @@ class Flow:
 
 
 @lru_cache(maxsize=2)
-def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise: bool) -> Flow:
+def build_step_graph(schedule: Schedule, model: CommModel | None, steps: int, synchronise: bool) -> StepGraph:
     """The flow of a schedule that is proved on the way; the last two are kept, to be run with other costs.
 
     Raises:
@@ -274,12 +274,12 @@ def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise
         verify(one_step)
         one_step = send_receive(one_step)  # lanes are for transfers: those that lowering would add
     actions = ActionTable(_repeated(one_step, steps))
-    graph = event_graph(actions, model or FREE)
-    inner = np.full(len(graph.reason), NONE, np.int32)
-    edges = [(graph.source, graph.target, graph.reason, inner)]
-    edges.append(_between_steps(graph, steps, synchronise=synchronise))
+    events = event_graph(actions, model or FREE)
+    inner = np.full(len(events.reason), NONE, np.int32)
+    edges = [(events.source, events.target, events.reason, inner)]
+    edges.append(_between_steps(events, steps, synchronise=synchronise))
     source, target, reason, begins = (np.concatenate(arrays) for arrays in zip(*edges, strict=True))
-    nodes = len(graph.node) + steps * schedule.ranks + (steps if synchronise else 0)
+    nodes = len(events.node) + steps * schedule.ranks + (steps if synchronise else 0)
     order = topological_order(nodes, source, target)
     if order is None:
         verify(schedule, model=model or FREE)
@@ -289,17 +289,19 @@ def flow_of(schedule: Schedule, model: CommModel | None, steps: int, synchronise
         target,
         reason,
         begins,
-        graph.node,
-        graph.awaited,
-        graph.waiting,
-        graph.reason,
+        events.node,
+        events.awaited,
+        events.waiting,
+        events.reason,
         order.nodes,
         order.first,
         order.source,
         order.edge,
     ):
         array.setflags(write=False)  # it is kept, and shared by all that is simulated with it
-    return Flow(one_step, model or FREE, steps, synchronise, actions, graph, source, target, reason, begins, order)
+    return StepGraph(
+        one_step, model or FREE, steps, synchronise, actions, events, source, target, reason, begins, order
+    )
 
 
 def _repeated(schedule: Schedule, steps: int) -> Schedule:
@@ -314,21 +316,21 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
     return Schedule.from_codes(rows, placement=schedule.placement, microbatches=schedule.microbatches * steps)
 
 
-def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints, Ints]:
+def _between_steps(events: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints, Ints]:
     """The edges from what a rank runs last in a step to its optimizer, and from there to the next step.
 
     Besides source, target and reason, of those into a step the cell that they are for: under rendezvous the node of a
     receive is that of its send, on another rank.
     """
-    actions, cells = graph.actions, len(graph.node)
+    actions, cells = events.actions, len(events.node)
     ranks = actions.schedule.ranks
-    is_operation = np.ones(cells, bool)
-    is_operation[actions.cell] = _IS_OPERATION[actions.kind]
+    is_transfer = np.ones(cells, bool)
+    is_transfer[actions.cell] = _IS_TRANSFER[actions.kind]
     edges: list[tuple[int, int, int]] = []
     for rank in range(ranks):
         begin, end = actions.first_cell[rank : rank + 2].tolist()
         length = (end - begin) // steps
-        runs = np.flatnonzero(~is_operation[begin : begin + length]).tolist()
+        runs = np.flatnonzero(~is_transfer[begin : begin + length]).tolist()
         for step in range(steps):
             optimizer, barrier = cells + step * ranks + rank, cells + steps * ranks + step
             if runs:
@@ -338,6 +340,6 @@ def _between_steps(graph: EventGraph, steps: int, *, synchronise: bool) -> tuple
             if runs and step + 1 < steps:
                 following = begin + (step + 1) * length
                 leading = range(following, following + runs[0] + 1)
-                edges += ((barrier if synchronise else optimizer, int(graph.node[cell]), cell) for cell in leading)
+                edges += ((barrier if synchronise else optimizer, int(events.node[cell]), cell) for cell in leading)
     source, target, begins = np.array(edges, np.int32).reshape(-1, 3).T
     return source, target, np.full(len(edges), STEP, np.int8), begins

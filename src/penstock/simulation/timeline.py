@@ -16,8 +16,8 @@ from penstock.graph.start_times import NOTHING
 from penstock.ir import packed
 from penstock.ir.actions import SEND_B, SEND_F, Action
 from penstock.simulation.extent import Extent, extent_of
-from penstock.simulation.idle import CAUSES, Idle, intervals
-from penstock.simulation.memory import Held, held
+from penstock.simulation.idle import CAUSES, Idle, idle_intervals
+from penstock.simulation.memory import MemoryUse, memory_use
 from penstock.simulation.step_graph import DATA
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.ir.schedule import Schedule
     from penstock.simulation.costs import Costs
-    from penstock.simulation.step_graph import Flow
+    from penstock.simulation.step_graph import StepGraph
 
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
@@ -97,15 +97,15 @@ class Timeline:
     Attributes:
         schedule: what was simulated.
         costs: what its actions cost.
-        flow: what waits for what.
-        node_start: when every node of the flow starts.
+        step_graph: what waits for what.
+        node_start: when every node of the graph starts.
         node_duration: how long each takes.
-        critical: for every node the edge of the flow that it waited for longest.
+        critical: for every node the edge of the graph that it waited for longest.
     """
 
     schedule: Schedule
     costs: Costs
-    flow: Flow
+    step_graph: StepGraph
     node_start: Floats
     node_duration: Floats
     critical: Ints
@@ -116,17 +116,17 @@ class Timeline:
     @cached_property
     def start(self) -> Floats:
         """When every cell starts, rank by rank in order."""
-        return np.asarray(self.node_start[self.flow.graph.node] - self.extent.origin)
+        return np.asarray(self.node_start[self.step_graph.events.node] - self.extent.origin)
 
     @cached_property
     def end(self) -> Floats:
         """When every cell ends."""
-        return np.asarray(self.start + self.node_duration[self.flow.graph.node])
+        return np.asarray(self.start + self.node_duration[self.step_graph.events.node])
 
     @cached_property
     def extent(self) -> Extent:
         """When each rank begins and ends."""
-        return extent_of(self.flow, self.costs, self.node_start, self.node_duration)
+        return extent_of(self.step_graph, self.costs, self.node_start, self.node_duration)
 
     @property
     def makespan(self) -> float:
@@ -141,9 +141,9 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """How long each rank runs actions of its own."""
-        runs = self.flow.blocking
+        runs = self.step_graph.blocking
         taken = self.node_duration[runs]
-        return tuple(np.bincount(self.flow.rank[runs], taken, self.flow.ranks).tolist())
+        return tuple(np.bincount(self.step_graph.rank[runs], taken, self.step_graph.ranks).tolist())
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -153,7 +153,7 @@ class Timeline:
     @cached_property
     def communication(self) -> tuple[float, ...]:
         """How long each rank has at least one transfer under way."""
-        return tuple(self._covered(rank) for rank in range(self.flow.ranks))
+        return tuple(self._covered(rank) for rank in range(self.step_graph.ranks))
 
     @property
     def ideal(self) -> float:
@@ -181,49 +181,49 @@ class Timeline:
 
         It is that of a long run once there are enough ``steps``: two if ranks wait for each other between steps.
         """
-        flow = self.flow
-        first = flow.cells + (flow.steps * flow.ranks if flow.synchronise else 0)
-        each = 1 if flow.synchronise else flow.ranks
-        nodes = np.arange(first, first + flow.steps * each).reshape(flow.steps, each)
+        graph = self.step_graph
+        first = graph.cells + (graph.steps * graph.ranks if graph.synchronise else 0)
+        each = 1 if graph.synchronise else graph.ranks
+        nodes = np.arange(first, first + graph.steps * each).reshape(graph.steps, each)
         ends = (self.node_start[nodes] + self.node_duration[nodes] - self.extent.origin).max(axis=1)
-        return float(ends[-1] - (ends[-2] if flow.steps > 1 else 0.0))
+        return float(ends[-1] - (ends[-2] if graph.steps > 1 else 0.0))
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """The most that each rank holds at any time."""
-        peaks = self._held.static.copy()
-        np.maximum.at(peaks, self.flow.rank[self.flow.blocking], self._held.during)
+        peaks = self._memory_use.static.copy()
+        np.maximum.at(peaks, self.step_graph.rank[self.step_graph.blocking], self._memory_use.during)
         return tuple(peaks.tolist())
 
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
         """What each rank holds over time."""
-        runs = self.flow.blocking
-        bounds = np.searchsorted(self.flow.rank[runs], np.arange(self.flow.ranks + 1)).tolist()
+        runs = self.step_graph.blocking
+        bounds = np.searchsorted(self.step_graph.rank[runs], np.arange(self.step_graph.ranks + 1)).tolist()
         curves = []
         for rank, (begin, end) in enumerate(pairwise(bounds)):
             mine = runs[begin:end]
             times = np.stack([self.start[mine], self.end[mine]], axis=1).ravel()
-            values = np.stack([self._held.during[begin:end], self._held.after[begin:end]], axis=1).ravel()
-            static = self._held.static[rank]
+            values = np.stack([self._memory_use.during[begin:end], self._memory_use.after[begin:end]], axis=1).ravel()
+            static = self._memory_use.static[rank]
             curves.append(MemoryCurve(np.append(0.0, times), np.append(static, values)))
         return tuple(curves)
 
     @cached_property
-    def _held(self) -> Held:
-        return held(self.flow, self.costs)
+    def _memory_use(self) -> MemoryUse:
+        return memory_use(self.step_graph, self.costs)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """Every action with its times, rank by rank in order."""
-        rows = self.flow.schedule.actions
-        actions = [action for row in rows for _ in range(self.flow.steps) for action in row]
+        rows = self.step_graph.schedule.actions
+        actions = [action for row in rows for _ in range(self.step_graph.steps) for action in row]
         facts = zip(
-            self.flow.rank.tolist(),
+            self.step_graph.rank.tolist(),
             actions,
             self.start.tolist(),
             self.end.tolist(),
-            self.flow.step.tolist(),
+            self.step_graph.step.tolist(),
             strict=True,
         )
         return tuple(map(Span._make, facts))
@@ -231,17 +231,17 @@ class Timeline:
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Everything that goes to another rank, with its times; also what the schedule does not spell out."""
-        flow = self.flow
+        graph = self.step_graph
         source, target, start, end, step = self._transfer_facts
-        if flow.actions.has_transfers:
-            codes = flow.actions.codes[flow.pairs.send]
+        if graph.actions.has_transfers:
+            codes = graph.actions.codes[graph.pairs.send]
         else:
-            edges = np.flatnonzero(flow.reason == DATA)
-            stage = flow.actions.stage[flow.graph.awaited[edges]].astype(np.int64)
-            microbatch = flow.actions.microbatch[flow.graph.awaited[edges]]
-            forward = flow.actions.stage[flow.graph.waiting[edges]] > stage
+            edges = np.flatnonzero(graph.reason == DATA)
+            stage = graph.actions.stage[graph.events.awaited[edges]].astype(np.int64)
+            microbatch = graph.actions.microbatch[graph.events.awaited[edges]]
+            forward = graph.actions.stage[graph.events.waiting[edges]] > stage
             codes = np.where(forward, *(packed.pack(stage, kind, microbatch) for kind in (SEND_F, SEND_B)))
-        codes = packed.shift_microbatches(codes, -step.astype(np.int64) * flow.schedule.microbatches)
+        codes = packed.shift_microbatches(codes, -step.astype(np.int64) * graph.schedule.microbatches)
         facts = zip(
             source.tolist(), target.tolist(), packed.unpack_cells(codes), start.tolist(), end.tolist(), step.tolist(),
             strict=True,
@@ -251,14 +251,14 @@ class Timeline:
     @cached_property
     def _transfer_facts(self) -> tuple[Ints, Ints, Floats, Floats, Ints]:
         """Of all transfers: from which rank, to which, start, end, and the step."""
-        flow, cell = self.flow, self.flow.actions.cell
-        if flow.actions.has_transfers:
-            sent, received = cell[flow.pairs.send], cell[flow.pairs.receive]
-            return flow.rank[sent], flow.rank[received], self.start[sent], self.end[sent], flow.step[sent]
-        edges = np.flatnonzero(flow.reason == DATA)
-        made, used = flow.source[edges], flow.target[edges]
-        delay = flow.delays(self.costs)[edges]
-        return flow.rank[made], flow.rank[used], self.end[made], self.end[made] + delay, flow.step[made]
+        graph, cell = self.step_graph, self.step_graph.actions.cell
+        if graph.actions.has_transfers:
+            sent, received = cell[graph.pairs.send], cell[graph.pairs.receive]
+            return graph.rank[sent], graph.rank[received], self.start[sent], self.end[sent], graph.step[sent]
+        edges = np.flatnonzero(graph.reason == DATA)
+        made, used = graph.source[edges], graph.target[edges]
+        delay = graph.delays(self.costs)[edges]
+        return graph.rank[made], graph.rank[used], self.end[made], self.end[made] + delay, graph.step[made]
 
     def _covered(self, rank: int) -> float:
         """How long some transfer of the rank is under way: the union of their times."""
@@ -271,28 +271,28 @@ class Timeline:
     @property
     def hops(self) -> float:
         """How many transfers between ranks there are for one microbatch."""
-        microbatches = self.flow.schedule.microbatches * self.flow.steps
+        microbatches = self.step_graph.schedule.microbatches * self.step_graph.steps
         return len(self._transfer_facts[0]) / max(microbatches, 1)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of actions that the makespan is made of: each waits for the one before."""
-        runs = self.flow.blocking
+        runs = self.step_graph.blocking
         if not len(runs):
             return ()
         node = int(runs[len(runs) - 1 - np.argmax(self.end[runs][::-1])])
         path = []
         while node != NOTHING:
-            if node < self.flow.cells:
+            if node < self.step_graph.cells:
                 path.append(self.spans[node])
             edge = int(self.critical[node])
-            node = NOTHING if edge == NOTHING else int(self.flow.source[edge])
+            node = NOTHING if edge == NOTHING else int(self.step_graph.source[edge])
         return tuple(reversed(path))
 
     @cached_property
     def waits(self) -> tuple[Idle, ...]:
         """Every interval in which a rank is idle, with its cause, rank by rank in order."""
-        return intervals(self)
+        return idle_intervals(self)
 
     @property
     def idle_by_cause(self) -> dict[str, float]:

@@ -91,17 +91,17 @@ class Blocks:
 
 def blocks_of(timeline: Timeline) -> Blocks:
     """The blocks of a timeline; what takes no time has none."""
-    flow = timeline.flow
-    cells = flow.blocking[timeline.end[flow.blocking] > timeline.start[flow.blocking]]
-    ends = np.append(flow.first_action[1:], len(flow.actions))
-    parts = (ends - flow.first_action)[cells]
+    graph = timeline.step_graph
+    cells = graph.blocking[timeline.end[graph.blocking] > timeline.start[graph.blocking]]
+    ends = np.append(graph.first_action[1:], len(graph.actions))
+    parts = (ends - graph.first_action)[cells]
     first = np.cumsum(parts) - parts
-    actions = np.repeat(flow.first_action[cells] - first, parts) + np.arange(int(parts.sum()))
-    codes = flow.actions.codes[actions]
-    later = np.repeat(flow.step[cells], parts) * (packed.microbatches(codes) >= 0)
-    codes = packed.shift_microbatches(codes, -later.astype(np.int64) * flow.schedule.microbatches)
+    actions = np.repeat(graph.first_action[cells] - first, parts) + np.arange(int(parts.sum()))
+    codes = graph.actions.codes[actions]
+    later = np.repeat(graph.step[cells], parts) * (packed.microbatches(codes) >= 0)
+    codes = packed.shift_microbatches(codes, -later.astype(np.int64) * graph.schedule.microbatches)
     start, end = timeline.start[cells], timeline.end[cells]
-    return Blocks(flow.ranks, timeline.makespan, flow.rank[cells], start, end, codes, first)
+    return Blocks(graph.ranks, timeline.makespan, graph.rank[cells], start, end, codes, first)
 
 
 def shares(blocks: Blocks, columns: int) -> Floats:

@@ -43,13 +43,13 @@ def _look(name: str) -> dict[str, str]:
 
 def facts_of_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
     """Everything that the page shows of one timeline."""
-    schedule = timeline.flow.schedule
+    schedule = timeline.step_graph.schedule
     return {
         "title": title,
         "ranks": schedule.ranks,
         "stages": schedule.stages,
         "microbatches": schedule.microbatches,
-        "steps": timeline.flow.steps,
+        "steps": timeline.step_graph.steps,
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubbleRate": timeline.bubble_rate,
@@ -65,48 +65,48 @@ def facts_of_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
 
 def _cells(timeline: Timeline) -> dict[str, Any]:
     """The actions rank by rank in order, sends and receives too; ``first`` is where each rank begins."""
-    flow = timeline.flow
+    graph = timeline.step_graph
     return {
-        "first": flow.actions.first_cell.tolist(),
+        "first": graph.actions.first_cell.tolist(),
         "start": _short(timeline.start.tolist()),
         "end": _short(timeline.end.tolist()),
-        "step": flow.step.tolist() if flow.steps > 1 else None,
+        "step": graph.step.tolist() if graph.steps > 1 else None,
         "look": _looks(timeline).tolist(),
-        "posted": np.flatnonzero(flow.is_operation).tolist(),
+        "posted": np.flatnonzero(graph.is_transfer).tolist(),
         "name": [str(span.action) for span in timeline.spans],
     }
 
 
 def _looks(timeline: Timeline) -> Ints:
     """The look of each cell, by its place among all looks."""
-    flow = timeline.flow
+    graph = timeline.step_graph
     of_type = np.array([0, *(_LOOK_NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
-    looks = of_type[flow.actions.kind[flow.first_action]]
-    several = np.diff(np.append(flow.first_action, len(flow.actions))) > 1
+    looks = of_type[graph.actions.kind[graph.first_action]]
+    several = np.diff(np.append(graph.first_action, len(graph.actions))) > 1
     return np.where(several, _LOOK_NAMES.index(look_name(OVERLAP_F_B)), looks)
 
 
 def _edges(timeline: Timeline) -> dict[str, Any]:
     """What each node waited for longest, and all that needs it; nodes beyond the cells are ends of steps."""
-    flow = timeline.flow
+    graph = timeline.step_graph
     needed = np.flatnonzero(_is_need(timeline))
-    needed = needed[np.argsort(flow.source[needed], kind="stable")]
+    needed = needed[np.argsort(graph.source[needed], kind="stable")]
     path = timeline.critical_path
     return {
-        "before": np.append(flow.source, -1)[timeline.critical].tolist(),
-        "first": np.searchsorted(flow.source[needed], np.arange(flow.nodes + 1)).tolist(),
-        "after": flow.target[needed].tolist(),
+        "before": np.append(graph.source, -1)[timeline.critical].tolist(),
+        "first": np.searchsorted(graph.source[needed], np.arange(graph.nodes + 1)).tolist(),
+        "after": graph.target[needed].tolist(),
         "last": timeline.spans.index(path[-1]) if path else -1,
     }
 
 
 def _is_need(timeline: Timeline) -> NDArray[np.bool_]:
     """Whether each edge is one of data or of order: not the queue of a lane, nor a receive that is posted."""
-    flow = timeline.flow
-    is_need = ~np.isin(flow.reason, [LANE, ROOM])
-    waiting = flow.graph.waiting
-    receives = flow.actions.is_kind(waiting, RECV_F) | flow.actions.is_kind(waiting, RECV_B)
-    is_need[: len(waiting)] &= ~(receives & (flow.graph.reason == POST))
+    graph = timeline.step_graph
+    is_need = ~np.isin(graph.reason, [LANE, ROOM])
+    waiting = graph.events.waiting
+    receives = graph.actions.is_kind(waiting, RECV_F) | graph.actions.is_kind(waiting, RECV_B)
+    is_need[: len(waiting)] &= ~(receives & (graph.events.reason == POST))
     return np.asarray(is_need)
 
 
@@ -114,7 +114,7 @@ def _waits(timeline: Timeline) -> dict[str, Any]:
     waits = timeline.waits
     ranks = np.array([wait.rank for wait in waits], np.int64)
     return {
-        "first": np.searchsorted(ranks, np.arange(timeline.flow.ranks + 1)).tolist(),
+        "first": np.searchsorted(ranks, np.arange(timeline.step_graph.ranks + 1)).tolist(),
         "start": _short(wait.start for wait in waits),
         "end": _short(wait.end for wait in waits),
         "cause": [CAUSES.index(wait.cause) for wait in waits],

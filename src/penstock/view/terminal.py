@@ -87,7 +87,7 @@ def plain(timeline: Timeline, width: int) -> str:
 
 def _heads(timeline: Timeline, width: int) -> list[str]:
     """What stands before each line: the title of the numbers, then for every rank its name and numbers."""
-    names = [f"rank {rank}" for rank in range(timeline.flow.ranks)]
+    names = [f"rank {rank}" for rank in range(timeline.step_graph.ranks)]
     label = len(names[-1])
     makespan = timeline.makespan or 1.0
     busy = [f"{100 * time / makespan:.0f}%" for time in timeline.busy]
@@ -120,7 +120,7 @@ def _labels(timeline: Timeline, blocks: Blocks, columns: int) -> list[str]:
     """The label of each block: letter and microbatch, and the stage before them if ranks have several and it fits."""
     letters = [LOOKS[NAMES[look]].letter for look in blocks.look.tolist()]
     labels = [letter + numbers for letter, numbers in zip(letters, blocks.numbers, strict=True)]
-    if timeline.schedule.stages == timeline.flow.ranks or not labels:
+    if timeline.schedule.stages == timeline.step_graph.ranks or not labels:
         return labels
     stages, single = packed.stages(blocks.codes[blocks.first]).tolist(), (blocks.microbatch >= 0).tolist()
     whole = [f"{stage}{label}" if alone else label for stage, label, alone in zip(stages, labels, single, strict=True)]

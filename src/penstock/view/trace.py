@@ -90,12 +90,12 @@ class Trace:
                 f"{timeline.makespan:g} units of {unit:g} seconds do not fit a trace: choose a {side} unit"
             )
         spans = timeline.spans
-        self._runs = [(spans[cell], self._run(spans[cell])) for cell in timeline.flow.blocking.tolist()]
+        self._runs = [(spans[cell], self._run(spans[cell])) for cell in timeline.step_graph.blocking.tolist()]
         self._sends, self._receives = self._placed_transfers()
         threads = {bar.thread for _, bar in self._runs} | {bar.thread for bar in (*self._sends, *self._receives)}
-        threads |= {Thread(rank, subject) for rank in range(timeline.flow.ranks) for subject in (COMPUTE, IDLE)}
+        threads |= {Thread(rank, subject) for rank in range(timeline.step_graph.ranks) for subject in (COMPUTE, IDLE)}
         # Readers take a thread whose number is that of its process for the main one.
-        self._number = dict(zip(sorted(threads), count(timeline.flow.ranks + 1), strict=False))
+        self._number = dict(zip(sorted(threads), count(timeline.step_graph.ranks + 1), strict=False))
 
     def events(self) -> Iterator[Event]:
         """All events: names first, then what they name; an arrow after what it connects."""
@@ -132,7 +132,7 @@ class Trace:
         return sends, receives
 
     def _names(self) -> Iterator[Event]:
-        for rank in range(self._timeline.flow.ranks):
+        for rank in range(self._timeline.step_graph.ranks):
             yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}}
             yield {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}}
         for thread, number in self._number.items():
