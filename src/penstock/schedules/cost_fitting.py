@@ -54,7 +54,7 @@ class StageCosts(Protocol):
         """The time of a transfer over the edge behind each of the stages but the last."""
 
 
-def fitted(schedule: Schedule, costs: StageCosts) -> Schedule:
+def fit_to_costs(schedule: Schedule, costs: StageCosts) -> Schedule:
     """The schedule with its weight gradients placed for these costs.
 
     It is the best of about a dozen, by span and then by makespan. The schedule as it stands is one of them, and no rank
@@ -63,31 +63,31 @@ def fitted(schedule: Schedule, costs: StageCosts) -> Schedule:
     >>> from penstock.schedules.zbv_zero_bubble import zbv_zero_bubble
     >>> from penstock.simulation.costs import Costs
     >>> plain = zbv_zero_bubble(ranks=2, microbatches=3)
-    >>> for row in fitted(plain, Costs(forward=2, backward_input=2, backward_weight=1)).actions:
+    >>> for row in fit_to_costs(plain, Costs(forward=2, backward_input=2, backward_weight=1)).actions:
     ...     print(*row)
     0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0W1 0I2 0W2
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     if not isinstance(costs, StageCosts):
         raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
-    score = _score(schedule, costs)
+    actions = _action_costs(schedule, costs)
     rows = [list(range(begin, end)) for begin, end in pairwise(schedule.offsets.tolist())]
-    plain = _play(score, [_Rank(row) for row in rows])
+    plain = _simulate(actions, [_Rank(row) for row in rows])
 
-    put_off = set(score.owes)
+    put_off = set(actions.owes)
     orders = [[action for action in row if action not in put_off] for row in rows]
     limits = [peak * (1 + ROUNDING) for peak in plain.peaks]
 
-    def played(patience: float, hurried: int = 0) -> _Played:
+    def simulate(patience: float, hurried: int = 0) -> _Run:
         """The ranks fill gaps with this patience; the first few fill any, once nothing but the tail is left."""
-        ranks = [_Rank(order, score.owes, limit, patience) for order, limit in zip(orders, limits, strict=True)]
+        ranks = [_Rank(order, actions.owes, limit, patience) for order, limit in zip(orders, limits, strict=True)]
         for rank in ranks[:hurried]:
-            rank.hurried_from = _tail(rank.order, score)
-        return _play(score, ranks)
+            rank.hurried_from = _tail(rank.order, actions)
+        return _simulate(actions, ranks)
 
-    by_patience = {patience: played(patience) for patience in PATIENCES}
+    by_patience = {patience: simulate(patience) for patience in PATIENCES}
     best = min(by_patience, key=lambda patience: by_patience[patience].quality)
-    hurrying = [played(best, hurried) for hurried in _doubling(schedule.ranks)]
+    hurrying = [simulate(best, hurried) for hurried in _doubling(schedule.ranks)]
     chosen = min([plain, *by_patience.values(), *hurrying], key=lambda each: each.quality)
     if chosen is plain:
         return schedule
@@ -99,7 +99,7 @@ def fitted(schedule: Schedule, costs: StageCosts) -> Schedule:
     )
 
 
-class _Score(NamedTuple):
+class _ActionCosts(NamedTuple):
     """Every action of a schedule by its number in ``codes``: what it waits for, and what it takes.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Score(NamedTuple):
     dispatch: float
 
 
-def _score(schedule: Schedule, costs: StageCosts) -> _Score:
+def _action_costs(schedule: Schedule, costs: StageCosts) -> _ActionCosts:
     codes, stages, actions = schedule.codes, schedule.stages, len(schedule.codes)
     stage, microbatch, kind = packed.stages(codes), packed.microbatches(codes), packed.types(codes)
     of_kind = {each: np.flatnonzero(kind == packed.TYPE_NUMBER[each]) for each in _FIELDS}
@@ -146,7 +146,7 @@ def _score(schedule: Schedule, costs: StageCosts) -> _Score:
     delay, reader = _transfers(schedule, awaits, costs)
     owes, inputs = np.full(actions, _NONE), of_kind[BACKWARD_INPUT]
     owes[inputs] = at[BACKWARD_WEIGHT][stage[inputs] + 1, microbatch[inputs]]
-    return _Score(
+    return _ActionCosts(
         stage=stage.tolist(),
         awaits=awaits.tolist(),
         delay=delay.tolist(),
@@ -172,7 +172,7 @@ def _transfers(schedule: Schedule, awaits: Ints, costs: StageCosts) -> tuple[Flo
     return delay, reader
 
 
-class _Played(NamedTuple):
+class _Run(NamedTuple):
     """What came of it: the actions of every rank, the most that each held, and when each began and ended."""
 
     rows: list[list[int]]
@@ -199,7 +199,7 @@ class _Rank:
     """
 
     __slots__ = (
-        "begin", "end", "held", "hurried_from", "limit", "order", "owed", "owes", "patience", "peak", "place", "played"
+        "begin", "end", "held", "hurried_from", "limit", "order", "owed", "owes", "patience", "peak", "place", "ran"
     )  # fmt: skip
 
     def __init__(
@@ -209,73 +209,73 @@ class _Rank:
         self.hurried_from = len(order)
         self.place = 0
         self.owed: deque[int] = deque()
-        self.played: list[int] = []
+        self.ran: list[int] = []
         self.held = self.peak = 0.0
         self.begin = self.end = -inf
 
-    def choose(self, now: float, ends: Sequence[float], score: _Score) -> tuple[int, float]:
+    def choose(self, now: float, ends: Sequence[float], actions: _ActionCosts) -> tuple[int, float]:
         """The action to run now, or none and when to look again."""
         if self.place == len(self.order):
             return (self.owed.popleft(), now) if self.owed else (_NONE, inf)
         due = self.order[self.place]
-        ready = ends[score.awaits[due]] + score.delay[due]
-        if self.owed and (self.held + score.change[due] > self.limit or self._is_worth(ready - now, score)):
+        ready = ends[actions.awaits[due]] + actions.delay[due]
+        if self.owed and (self.held + actions.change[due] > self.limit or self._is_worth(ready - now, actions)):
             return self.owed.popleft(), now
         if ready > now:
             return _NONE, ready
         self.place += 1
         return due, now
 
-    def _is_worth(self, gap: float, score: _Score) -> bool:
+    def _is_worth(self, gap: float, actions: _ActionCosts) -> bool:
         """Whether to fill a gap with the weight gradient that has been owed the longest."""
         if gap <= 0:
             return False
-        return self.place >= self.hurried_from or gap >= self.patience * score.duration[self.owed[0]]
+        return self.place >= self.hurried_from or gap >= self.patience * actions.duration[self.owed[0]]
 
-    def run(self, action: int, now: float, score: _Score) -> None:
+    def run(self, action: int, now: float, actions: _ActionCosts) -> None:
         """Begin it."""
-        if not self.played:
+        if not self.ran:
             self.begin = now
-        self.end = now + score.duration[action]
-        self.played.append(action)
-        self.held += score.change[action]
+        self.end = now + actions.duration[action]
+        self.ran.append(action)
+        self.held += actions.change[action]
         self.peak = max(self.peak, self.held)
         if self.owes is not None and self.owes[action] != _NONE:
             self.owed.append(self.owes[action])
 
 
-def _play(score: _Score, ranks: list[_Rank]) -> _Played:
+def _simulate(actions: _ActionCosts, ranks: list[_Rank]) -> _Run:
     """Let every rank run what it chooses, whenever it or somebody it waits for has begun something."""
-    ends = [inf] * len(score.stage) + [-inf]
-    looks = [(score.dispatch, rank) for rank in range(len(ranks))]
+    ends = [inf] * len(actions.stage) + [-inf]
+    looks = [(actions.dispatch, rank) for rank in range(len(ranks))]
     while looks:
         now, number = heappop(looks)
         rank = ranks[number]
-        if now < rank.end + score.dispatch:
+        if now < rank.end + actions.dispatch:
             continue
-        action, later = rank.choose(now, ends, score)
+        action, later = rank.choose(now, ends, actions)
         if action == _NONE:
             if later < inf:
                 heappush(looks, (later, number))
             continue
-        rank.run(action, now, score)
+        rank.run(action, now, actions)
         ends[action] = rank.end
-        heappush(looks, (rank.end + score.dispatch, number))
-        reader = score.reader[action]
-        if reader != number and ranks[reader].end + score.dispatch <= now:
+        heappush(looks, (rank.end + actions.dispatch, number))
+        reader = actions.reader[action]
+        if reader != number and ranks[reader].end + actions.dispatch <= now:
             heappush(looks, (now, reader))  # it waits, and now it can know for how long
-    return _Played(
-        [rank.played for rank in ranks],
+    return _Run(
+        [rank.ran for rank in ranks],
         [rank.peak for rank in ranks],
         [rank.begin for rank in ranks],
         [rank.end for rank in ranks],
     )
 
 
-def _tail(order: list[int], score: _Score) -> int:
+def _tail(order: list[int], actions: _ActionCosts) -> int:
     """From where on an order has only input gradients of the rank's first stage left: no work comes of them here."""
-    first, place = min(score.stage[action] for action in order), len(order)
-    while place and score.owes[order[place - 1]] != _NONE and score.stage[order[place - 1]] == first:
+    first, place = min(actions.stage[action] for action in order), len(order)
+    while place and actions.owes[order[place - 1]] != _NONE and actions.stage[order[place - 1]] == first:
         place -= 1
     return place
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.phases import play
+from penstock.schedules.phases import expand_phases
 from penstock.schedules.sizes import checked_sizes
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
     whole = max(microbatches, 2 * ranks)  # the pattern needs as many; the player leaves out what is not there
-    rows = play([_phases(rank, ranks, whole) for rank in range(ranks)], microbatches)
+    rows = expand_phases([_phases(rank, ranks, whole) for rank in range(ranks)], microbatches)
     return Schedule.from_codes(
         rows, placement=Placement.v(ranks, 2 * ranks), microbatches=microbatches, metadata={"name": "DualPipeV"}
     )

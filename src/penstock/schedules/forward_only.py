@@ -5,8 +5,7 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.filling import only_real
-from penstock.schedules.interleaving import Rounds
+from penstock.schedules.interleaving import Rounds, drop_padding
 from penstock.schedules.sizes import checked_sizes
 
 
@@ -22,5 +21,5 @@ def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sch
     ranks, microbatches, stages_per_rank = checked_sizes(ranks, microbatches, stages_per_rank)
     placement = Placement.loop(ranks, ranks * stages_per_rank)
     rounds = Rounds.of(ranks, microbatches)
-    rows = [only_real(rounds.stream(stages, FORWARD), microbatches) for stages in placement.rows]
+    rows = [drop_padding(rounds.stream(stages, FORWARD), microbatches) for stages in placement.rows]
     return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata={"name": "ForwardOnly"})

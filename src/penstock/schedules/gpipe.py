@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.merging import stream, weave
+from penstock.schedules.merging import merge_streams, stream
 from penstock.schedules.sizes import checked_sizes
 
 
@@ -23,7 +23,9 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches)
     rows = [
-        weave((0, stream(rank, FORWARD, microbatches)), (microbatches, stream(rank, FULL_BACKWARD, microbatches)))
+        merge_streams(
+            (0, stream(rank, FORWARD, microbatches)), (microbatches, stream(rank, FULL_BACKWARD, microbatches))
+        )
         for rank in range(ranks)
     ]
     return Schedule.from_codes(

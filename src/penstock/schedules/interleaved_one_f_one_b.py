@@ -8,9 +8,8 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.filling import only_real
-from penstock.schedules.interleaving import Rounds
-from penstock.schedules.merging import weave
+from penstock.schedules.interleaving import Rounds, drop_padding
+from penstock.schedules.merging import merge_streams
 from penstock.schedules.sizes import checked_sizes
 
 
@@ -30,7 +29,7 @@ def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int 
         forwards = rounds.stream(stages, FORWARD)
         backwards = rounds.stream(stages[::-1], FULL_BACKWARD)
         fill = (stages_per_rank - 1) * rounds.size + 2 * (ranks - 1 - rank)
-        rows.append(only_real(weave((0, forwards), (fill, backwards)), microbatches))
+        rows.append(drop_padding(merge_streams((0, forwards), (fill, backwards)), microbatches))
     return Schedule.from_codes(
         rows, placement=placement, microbatches=microbatches, metadata={"name": "Interleaved1F1B"}
     )

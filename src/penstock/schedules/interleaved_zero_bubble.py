@@ -8,9 +8,8 @@ from __future__ import annotations
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.filling import only_real
-from penstock.schedules.interleaving import Rounds
-from penstock.schedules.merging import weave
+from penstock.schedules.interleaving import Rounds, drop_padding
+from penstock.schedules.merging import merge_streams
 from penstock.schedules.sizes import checked_sizes
 
 
@@ -31,7 +30,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
         inputs = rounds.stream(stages[::-1], BACKWARD_INPUT)
         weights = rounds.stream(stages[::-1], BACKWARD_WEIGHT)
         fill = min((stages_per_rank - 1) * rounds.size + (ranks - 1 - rank), len(forwards))
-        rows.append(only_real(weave((0, forwards), (fill, inputs), (fill + rank, weights)), microbatches))
+        rows.append(drop_padding(merge_streams((0, forwards), (fill, inputs), (fill + rank, weights)), microbatches))
     return Schedule.from_codes(
         rows, placement=placement, microbatches=microbatches, metadata={"name": "InterleavedZeroBubble"}
     )

@@ -42,3 +42,12 @@ class Rounds:
         microbatches = np.arange(self.count * self.size).reshape(self.count, 1, self.size)
         in_turn = np.array(stages, np.int64).reshape(1, -1, 1)
         return np.broadcast_to(packed.pack(in_turn, kind, microbatches), shape).ravel()
+
+
+def drop_padding(codes: Codes, microbatches: int) -> Codes:
+    """Drop the microbatches that only pad a schedule to a size that has a pattern.
+
+    No action waits for one of another microbatch, so what is left of an order that runs still runs.
+    """
+    wanted = packed.microbatches(codes) < microbatches
+    return codes if wanted.all() else packed.select(codes, wanted)

@@ -18,7 +18,7 @@ def stream(stage: int, kind: ComputationType, microbatches: int) -> Codes:
     return packed.pack(stage, kind, np.arange(microbatches))
 
 
-def weave(*lagged: tuple[int, Codes]) -> Codes:
+def merge_streams(*lagged: tuple[int, Codes]) -> Codes:
     """At each tick, the next action of every (lag, stream) that has begun by then and has not ended.
 
     1F1B on rank r of p is forwards woven with backwards that lag p - 1 - r ticks behind: the fill, the steady state

@@ -9,7 +9,7 @@ from __future__ import annotations
 from penstock.ir.actions import FORWARD, FULL_BACKWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.merging import stream, weave
+from penstock.schedules.merging import merge_streams, stream
 from penstock.schedules.sizes import checked_sizes
 
 
@@ -26,7 +26,9 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     rows = []
     for rank in range(ranks):
         fill = ranks - 1 - rank
-        rows.append(weave((0, stream(rank, FORWARD, microbatches)), (fill, stream(rank, FULL_BACKWARD, microbatches))))
+        rows.append(
+            merge_streams((0, stream(rank, FORWARD, microbatches)), (fill, stream(rank, FULL_BACKWARD, microbatches)))
+        )
     return Schedule.from_codes(
         rows, placement=Placement.loop(ranks, ranks), microbatches=microbatches, metadata={"name": "1F1B"}
     )

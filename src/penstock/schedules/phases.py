@@ -44,14 +44,14 @@ class _Run(NamedTuple):
     joined: int
 
 
-class _Debt(NamedTuple):
+class _OwedWeights(NamedTuple):
     """The weight gradients that a run of input gradients owes: their numbers, evenly spaced."""
 
     inputs: _Run
     number: int
     stride: int
 
-    def paid_by(self, weights: _Run) -> _Run | None:
+    def match(self, weights: _Run) -> _Run | None:
         """The part of these weight gradients that falls to this debt, now with microbatches; None if there is none."""
         ahead = weights.number - self.number
         first = -(-ahead // self.stride) if ahead > 0 else 0
@@ -68,7 +68,7 @@ class _Debt(NamedTuple):
         )
 
 
-def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[Codes]:
+def expand_phases(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[Codes]:
     """The actions of ranks with two stages each, placed in a V; of every rank the phases, as (pattern, how often).
 
     In a pattern, ``F0`` is the next forward of the rank's first stage, ``B1`` or ``I1`` the next backward of its
@@ -79,9 +79,9 @@ def play(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[C
     for one of another microbatch, so what is left of an order that runs still runs. The time is for what is played.
 
     >>> phases = [("F0 F1", 1), ("F0+B1 F1", 1), ("I1 I0", 1), ("W", 2), ("B0", 1)]
-    >>> packed.unpack_cells(*play([phases], microbatches=2))
+    >>> packed.unpack_cells(*expand_phases([phases], microbatches=2))
     (0F0, 1F0, (0F1;1B0)OVERLAP_F_B, 1F1, 1I1, 0I0, 1W1, 0W0, 0B1)
-    >>> packed.unpack_cells(*play([phases], microbatches=1))
+    >>> packed.unpack_cells(*expand_phases([phases], microbatches=1))
     (0F0, 1F0, 1B0, 0I0, 0W0)
     """
     runs = [[run for run in _runs(phases) if run.number < microbatches] for phases in rows]
@@ -117,29 +117,29 @@ def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
     place = 0
     count: dict[str, int] = defaultdict(int)
     owed: dict[str, int] = defaultdict(int)
-    debts: dict[str, list[_Debt]] = defaultdict(list)
-    paying: list[tuple[str, _Run]] = []
+    owed_weights: dict[str, list[_OwedWeights]] = defaultdict(list)
+    weight_runs: list[tuple[str, _Run]] = []
     for text, times in phases:
         if times <= 0:
             continue
         pattern = _pattern(text)
-        length = len(pattern.notes)
+        length = len(pattern.tokens)
         runs = {}
-        for offset, (note, first, second, sequence, joined) in enumerate(pattern.notes):
-            runs[note] = _Run(first, second, times, place + offset, length, count[sequence], joined)
+        for offset, (token, first, second, sequence, joined) in enumerate(pattern.tokens):
+            runs[token] = _Run(first, second, times, place + offset, length, count[sequence], joined)
             count[sequence] += times
         place += times * length
         for weight, inputs in pattern.owed:
-            for position, note in enumerate(inputs):
-                debts[weight].append(_Debt(runs[note], owed[weight] + position, len(inputs)))
+            for position, token in enumerate(inputs):
+                owed_weights[weight].append(_OwedWeights(runs[token], owed[weight] + position, len(inputs)))
             owed[weight] += times * len(inputs)
-        for note in pattern.weights:
-            paying.append((note, runs.pop(note)))
+        for token in pattern.weights:
+            weight_runs.append((token, runs.pop(token)))
         yield from runs.values()
-    for note, weights in paying:
-        for debt in debts[note]:
-            if paid := debt.paid_by(weights):
-                yield paid
+    for token, weights in weight_runs:
+        for owing in owed_weights[token]:
+            if matched := owing.match(weights):
+                yield matched
 
 
 class _Pattern(NamedTuple):
@@ -147,7 +147,7 @@ class _Pattern(NamedTuple):
 
     #: Each note, its first action and whether that is of the second stage, what the note is counted with, and whether
     #: it runs together with the one before.
-    notes: tuple[tuple[str, int, int, str, bool], ...]
+    tokens: tuple[tuple[str, int, int, str, bool], ...]
     weights: tuple[str, ...]
     #: The weight gradients that its input gradients owe, to be paid by each sort of them.
     owed: tuple[tuple[str, tuple[str, ...]], ...]
@@ -155,11 +155,11 @@ class _Pattern(NamedTuple):
 
 @cache
 def _pattern(text: str) -> _Pattern:
-    together = [(note, place > 0) for group in text.split() for place, note in enumerate(group.split("+"))]
-    notes = [note for note, _ in together]
-    owed = {weight: tuple(note for note in notes if note in inputs) for weight, inputs in _OWED_BY.items()}
+    together = [(token, place > 0) for group in text.split() for place, token in enumerate(group.split("+"))]
+    tokens = [token for token, _ in together]
+    owed = {weight: tuple(token for token in tokens if token in inputs) for weight, inputs in _OWED_BY.items()}
     return _Pattern(
-        tuple((note, *_FIRST.get(note, (0, 0)), _SEQUENCE.get(note, note), joined) for note, joined in together),
-        tuple(note for note in notes if note in _OWED_BY),
+        tuple((token, *_FIRST.get(token, (0, 0)), _SEQUENCE.get(token, token), joined) for token, joined in together),
+        tuple(token for token in tokens if token in _OWED_BY),
         tuple((weight, inputs) for weight, inputs in owed.items() if inputs),
     )

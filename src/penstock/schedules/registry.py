@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.errors import CostsError, SizeError, UnknownScheduleError
 from penstock.ir.numbers import whole_number
-from penstock.schedules.cost_fitting import fitted
+from penstock.schedules.cost_fitting import fit_to_costs
 from penstock.schedules.dual_pipe_v import dual_pipe_v
 from penstock.schedules.forward_only import forward_only
 from penstock.schedules.gpipe import gpipe
@@ -124,7 +124,7 @@ def build(
         raise CostsError(
             f"{chosen.name} has the same order whatever the costs: leave them out, or choose one of {able}", value=costs
         )
-    return fitted(schedule, costs)
+    return fit_to_costs(schedule, costs)
 
 
 def _stages(chosen: Recipe, stages_per_rank: int | None) -> tuple[int, ...]:

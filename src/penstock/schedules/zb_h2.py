@@ -8,7 +8,7 @@ from __future__ import annotations
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.schedules.merging import stream, weave
+from penstock.schedules.merging import merge_streams, stream
 from penstock.schedules.sizes import checked_sizes
 
 
@@ -26,7 +26,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         fill = min(2 * (ranks - 1 - rank), microbatches)
         rows.append(
-            weave(
+            merge_streams(
                 (0, stream(rank, FORWARD, microbatches)),
                 (fill, stream(rank, BACKWARD_INPUT, microbatches)),
                 (fill + 2 * rank, stream(rank, BACKWARD_WEIGHT, microbatches)),
