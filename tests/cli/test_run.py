@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.launch import Failure, Outcome, environment_of, launch
+from penstock.cli.launch import Outcome, RankExit, environment_of, launch
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 
@@ -135,29 +135,29 @@ def test_all_that_failed_are_named_and_the_exit_code_is_the_most_telling(script)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "code", "told"),
+    ("outcome", "code", "summary"),
     [
         (Outcome(), 0, ""),
         (Outcome(timed_out=True), 124, "it took longer than --timeout allows; every process was ended"),
         (
-            Outcome((Failure(2, -9), Failure(0, 1), Failure(1, 1)), timed_out=True),
+            Outcome((RankExit(2, -9), RankExit(0, 1), RankExit(1, 1)), timed_out=True),
             137,
             "rank 2 was ended by SIGKILL, ranks 0 and 1 failed with exit code 1",
         ),
         (
-            Outcome((Failure(2, -6), Failure(3, -6), Failure(0, 137), Failure(1, 1))),
+            Outcome((RankExit(2, -6), RankExit(3, -6), RankExit(0, 137), RankExit(1, 1))),
             134,
             "ranks 2 and 3 were ended by SIGABRT, rank 0 failed with exit code 137, rank 1 with exit code 1",
         ),
         (
-            Outcome((Failure(1, 1),), ended=(0, 2)),
+            Outcome((RankExit(1, 1),), ended=(0, 2)),
             1,
             "rank 1 failed with exit code 1; ranks 0 and 2 were ended after that",
         ),
     ],
 )
-def test_what_is_told(outcome, code, told):
-    assert (outcome.code, outcome.told) == (code, told)
+def test_the_summary_of_an_outcome(outcome, code, summary):
+    assert (outcome.code, outcome.summary) == (code, summary)
 
 
 def test_a_killed_rank_comes_first(script):
@@ -236,20 +236,20 @@ except KeyboardInterrupt:
 """
     heard = []
 
-    def hear(rank, is_error, line):
+    def on_line(rank, is_error, line):
         heard.append(line)
         if line == "one":
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        launch([sys.executable, script(text)], 1, hear=hear)
+        launch([sys.executable, script(text)], 1, on_line=on_line)
     assert heard == ["one", "two", "three"]
 
 
 def test_a_second_interrupt_ends_what_does_not_listen_and_a_listener_that_is_stuck(script):
     processes = []
 
-    def hear(rank, is_error, line):
+    def on_line(rank, is_error, line):
         processes.append(int(line))
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -258,7 +258,7 @@ def test_a_second_interrupt_ends_what_does_not_listen_and_a_listener_that_is_stu
     deaf = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint(os.getpid())\ntime.sleep(300)"
     begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        launch([sys.executable, script(deaf)], 1, hear=hear)
+        launch([sys.executable, script(deaf)], 1, on_line=on_line)
     assert time.monotonic() - begin < 20
     assert len(processes) == 1
     assert gone(processes)
@@ -366,12 +366,12 @@ def test_help_has_an_example():
 def test_an_error_in_the_listener_ends_the_processes(script):
     processes = []
 
-    def hear(rank, is_error, line):
+    def on_line(rank, is_error, line):
         processes.extend(map(int, line.split()[1:]))
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        launch([sys.executable, script(STAYS)], 1, hear=hear)
+        launch([sys.executable, script(STAYS)], 1, on_line=on_line)
     assert len(processes) == 2
     assert gone(processes)
 

@@ -10,8 +10,8 @@ import pytest
 
 from penstock import Costs, Schedule, WriteError, build, lower, simulate
 from penstock.view import chart
-from penstock.view.bars import blocks_of
-from penstock.view.palette import LOOKS
+from penstock.view.bars import bars_of
+from penstock.view.palette import STYLES
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -38,13 +38,13 @@ def test_a_number_in_every_block(tmp_path):
 def test_the_colours_are_those_of_the_palette(tmp_path):
     simulate(build("ZBVZeroBubble", ranks=2, microbatches=4)).write(tmp_path / "chart.svg")
 
-    assert {LOOKS[name].colour for name in ("F", "I", "W", "idle")} <= fills(tmp_path / "chart.svg")
-    assert LOOKS["B"].colour not in fills(tmp_path / "chart.svg")
+    assert {STYLES[name].colour for name in ("F", "I", "W", "idle")} <= fills(tmp_path / "chart.svg")
+    assert STYLES["B"].colour not in fills(tmp_path / "chart.svg")
 
 
 def test_an_overlap_is_drawn_as_its_parts():
     timeline = simulate(build("DualPipeV", ranks=2, microbatches=4))
-    blocks = blocks_of(timeline)
+    blocks = bars_of(timeline)
     parts = chart._parts(timeline, blocks)
     halves = np.flatnonzero(parts.height == 0.5)
 
@@ -55,7 +55,7 @@ def test_an_overlap_is_drawn_as_its_parts():
 
 def test_later_stages_of_a_rank_have_a_higher_foot():
     timeline = simulate(build("Interleaved1F1B", ranks=2, microbatches=4, stages_per_rank=3))
-    parts = chart._parts(timeline, blocks_of(timeline))
+    parts = chart._parts(timeline, bars_of(timeline))
 
     assert len(set(parts.foot.tolist())) == 3
     assert parts.foot.min() == 0
@@ -99,7 +99,7 @@ def test_nothing_takes_time(tmp_path):
 
 
 def test_too_many_actions(tmp_path, monkeypatch):
-    monkeypatch.setattr(chart, "MOST_BLOCKS", 10)
+    monkeypatch.setattr(chart, "MOST_BARS", 10)
     with pytest.raises(WriteError, match="12 actions is too dense to read, 10 at most"):
         simulate(build("1F1B", ranks=2, microbatches=3)).write(tmp_path / "chart.svg")
 

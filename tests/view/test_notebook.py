@@ -6,14 +6,14 @@ import pytest
 
 from penstock import Costs, Schedule, build, lower, simulate
 from penstock.view.notebook import schedule_html, timeline_html
-from penstock.view.palette import LOOKS
+from penstock.view.palette import STYLES
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def rectangles(html, name):
     return [
-        found for found in ElementTree.fromstring(html).iter(f"{SVG}rect") if found.get("fill") == LOOKS[name].colour
+        found for found in ElementTree.fromstring(html).iter(f"{SVG}rect") if found.get("fill") == STYLES[name].colour
     ]
 
 
@@ -59,7 +59,7 @@ def test_an_overlap_is_drawn_as_its_parts():
 )
 def test_any_schedule_has_a_picture(schedule):
     assert ElementTree.fromstring(schedule_html(schedule)).tag == "div"
-    drawn = [found for name in LOOKS if name != "idle" for found in rectangles(schedule_html(schedule), name)]
+    drawn = [found for name in STYLES if name != "idle" for found in rectangles(schedule_html(schedule), name)]
 
     assert len(drawn) == sum(len(cell.parts) for row in schedule.actions for cell in row if cell)
 

@@ -14,7 +14,7 @@ from penstock.simulation.costs import Costs
 from penstock.simulation.idle import CAUSES
 from penstock.simulation.simulate import simulate
 from penstock.view.page import page_of, write_page
-from penstock.view.palette import LOOKS
+from penstock.view.palette import STYLES
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 ü"
 
@@ -111,9 +111,9 @@ def drawn_shares(page, timeline, rank, column):
     top = page.evaluate("(cell) => penstock.placeOf(0, cell)[1]", cell) - bar / 2
     x = box["x"] + (column["left"] + column["right"]) / 2
     colours = [colour_at(page, x, top + line) for line in range(int(bar))]
-    forwards, backwards = (colours.count(LOOKS[look].colour) for look in "FB")
-    assert set(colours[int(bar) - forwards :]) <= {LOOKS["F"].colour}
-    assert set(colours[int(bar) - forwards - backwards : int(bar) - forwards]) <= {LOOKS["B"].colour}
+    forwards, backwards = (colours.count(STYLES[style].colour) for style in "FB")
+    assert set(colours[int(bar) - forwards :]) <= {STYLES["F"].colour}
+    assert set(colours[int(bar) - forwards - backwards : int(bar) - forwards]) <= {STYLES["B"].colour}
     return [forwards / bar, backwards / bar, 1 - (forwards + backwards) / bar]
 
 
@@ -164,9 +164,9 @@ def test_nothing_is_drawn_before_the_start_nor_after_the_end(show):
 def test_blocks_have_the_colours_of_their_types(show, density):
     timeline = simulate(build("ZB-H1", ranks=2, microbatches=4))
     page = show(timeline, density=density)
-    for action, look in (("0F0", "F"), ("1I0", "I"), ("1W0", "W")):
+    for action, style in (("0F0", "F"), ("1I0", "I"), ("1W0", "W")):
         x, y = place_of(page, timeline, action)
-        assert colour_at(page, x, y - 18) == LOOKS[look].colour
+        assert colour_at(page, x, y - 18) == STYLES[style].colour
     drawn = page.evaluate("penstock.drawn")
     assert drawn["blocks"] == drawn["labels"] == len(timeline.spans)
     assert drawn["waits"] == len(timeline.waits)
@@ -195,10 +195,10 @@ def test_overlaps_and_what_takes_no_time_are_drawn(show):
     timeline = simulate(lower(build("DualPipeV", ranks=4, microbatches=10)), Costs(latency=0.3))
     page = show(timeline)
     x, y = place_of(page, timeline, "(4F4;3B0)OVERLAP_F_B")
-    assert colour_at(page, x, y - 20) == LOOKS["overlap"].colour
+    assert colour_at(page, x, y - 20) == STYLES["overlap"].colour
     x, y = place_of(page, timeline, "0UNSHARD")
     bar = page.evaluate("penstock.bar")
-    assert colour_at(page, x, y - bar / 2 - 4) == LOOKS["sharding"].colour
+    assert colour_at(page, x, y - bar / 2 - 4) == STYLES["sharding"].colour
     page.mouse.move(x, y - bar / 2 - 4)
     assert "UNSHARD" in page.locator("#tooltip strong").text_content()
 
@@ -280,7 +280,7 @@ def test_a_click_lights_up_the_chain(show):
     assert "it follows 5 actions back to the start; waiting for it: 1B0, 2F2." in page.locator("#status").inner_text()
     settle(page)
     x, y = place_of(page, timeline, "3B5")
-    assert colour_at(page, x, y - 18) != LOOKS["B"].colour, "what is not lit up fades"
+    assert colour_at(page, x, y - 18) != STYLES["B"].colour, "what is not lit up fades"
     page.keyboard.press("n")
     assert names(timeline, [page.evaluate("penstock.selected[1]")]) == ["2F2"]
     page.keyboard.press("Escape")
@@ -319,16 +319,16 @@ def test_what_takes_no_time_hides_no_block(show):
     settle(page)
     for action in ("0F0", "1F0"):
         x, y = place_of(page, timeline, action)
-        assert colour_at(page, x, y - 18) == LOOKS["F"].colour, action
+        assert colour_at(page, x, y - 18) == STYLES["F"].colour, action
     x, y = place_of(page, timeline, "0UNSHARD")
     bar = page.evaluate("penstock.bar")
-    assert colour_at(page, x, y - bar / 2 - 4) == LOOKS["sharding"].colour, "it is lit up too"
+    assert colour_at(page, x, y - bar / 2 - 4) == STYLES["sharding"].colour, "it is lit up too"
     page.keyboard.press("c")
     for inset in (1, bar / 2, bar - 1):
         page.mouse.click(x + 2, y - bar / 2 + inset)
         assert page.evaluate("penstock.selected") == [0, cell_of(timeline, "0F0")]
     settle(page)
-    assert colour_at(page, place_of(page, timeline, "0F0")[0], y - 18) == LOOKS["F"].colour
+    assert colour_at(page, place_of(page, timeline, "0F0")[0], y - 18) == STYLES["F"].colour
     page.mouse.click(x, y - bar / 2 - 4)
     assert page.evaluate("penstock.selected") == [0, cell_of(timeline, "0UNSHARD")]
     page.keyboard.press("n")
@@ -418,7 +418,7 @@ def test_it_follows_the_theme_and_the_switch(show):
     corner = box["x"] + box["width"] - 4, box["y"] + box["height"] - 4
     assert colour_at(page, *corner) == "#12151a"
     x, y = place_of(page, timeline, "0F0")
-    assert colour_at(page, x, y - 18) == LOOKS["F"].colour
+    assert colour_at(page, x, y - 18) == STYLES["F"].colour
     page.locator("#theme").click()
     settle(page)
     assert colour_at(page, *corner) == "#ffffff"

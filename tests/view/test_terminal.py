@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock import Costs, Schedule, build, lower, simulate
-from penstock.view.bars import NAMES, blocks_of, shares
-from penstock.view.palette import IDLE, LOOKS
+from penstock.view.bars import NAMES, bars_of, shares
+from penstock.view.palette import IDLE, STYLES
 from penstock.view.terminal import Segment, draw, plain
 
 
@@ -76,7 +76,7 @@ def test_it_fits(name, width):
 
 
 def test_columns_show_what_runs_most_of_the_time():
-    blocks = blocks_of(simulate(build("1F1B", ranks=2, microbatches=3)))
+    blocks = bars_of(simulate(build("1F1B", ranks=2, microbatches=3)))
     taken = shares(blocks, 7)
 
     assert taken.sum(axis=2) == pytest.approx(np.full((2, 7), 12 / 7))
@@ -91,11 +91,11 @@ def test_colour_is_data():
     assert Segment("F0", "F") in lines[1]
     assert Segment("B0  ", "B") in lines[1]
     assert Segment("....", IDLE) in lines[1]
-    assert {segment.style for line in lines for segment in line} <= {"", "dim", *LOOKS}
+    assert {segment.style for line in lines for segment in line} <= {"", "dim", *STYLES}
 
 
 def test_letters_are_different():
-    letters = [look.letter for look in LOOKS.values()]
+    letters = [style.letter for style in STYLES.values()]
 
     assert len(set(letters)) == len(letters)
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock import CommModel, Costs, Schedule, WriteError, build, lower, simulate
 from penstock.view.trace import write_trace
-from penstock.view.trace_threads import parallel
+from penstock.view.trace_threads import assign_lanes
 
 SLOW = Costs(forward=1, latency=2.5, unshard=0.3, reduce=0.2)
 
@@ -137,9 +137,9 @@ def test_transfers_at_the_same_time_have_lanes_of_their_own(tmp_path):
 
 
 def test_parallel_lanes():
-    assert parallel([]) == []
-    assert parallel([(0, 2), (2, 3), (1, 2)]) == [0, 0, 1]
-    assert parallel([(0, 2), (2, 3), (2, 2), (2, 2)]) == [0, 2, 0, 1]
+    assert assign_lanes([]) == []
+    assert assign_lanes([(0, 2), (2, 3), (1, 2)]) == [0, 0, 1]
+    assert assign_lanes([(0, 2), (2, 3), (2, 2), (2, 2)]) == [0, 2, 0, 1]
 
 
 def test_it_says_what_was_waited_for(tmp_path):

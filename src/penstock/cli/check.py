@@ -13,8 +13,8 @@ from rich.text import Text
 
 from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
 from penstock.cli.main import FOUND
-from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, model_from, schedule_from
-from penstock.cli.terminal import Width, fitted, terminal
+from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, parse_model, schedule_from
+from penstock.cli.terminal import Width, layout_width, terminal
 from penstock.errors import VerificationError
 from penstock.graph.action_table import ActionTable, is_too_sparse
 from penstock.graph.comm_model import LANES, MODELS, CommModel
@@ -60,7 +60,7 @@ def check_command(
     Example: penstock check 1F1B --lower --defer-receives --model eager:pair
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    chosen = DEFAULT_MODEL if model is None else model_from(model)
+    chosen = DEFAULT_MODEL if model is None else parse_model(model)
     limit = _limit(memory_limit)
     try:
         schedule = Lowering(lower, defer_receives, look_ahead, merge_backward, no_unshard).of(schedule)
@@ -72,7 +72,7 @@ def check_command(
         typer.echo(json.dumps(_document(checked), indent=2))
     else:
         console = terminal(width)
-        _report(console, checked, fitted(console, width))
+        _report(console, checked, layout_width(console, width))
     if findings:
         raise typer.Exit(FOUND)
 
@@ -116,7 +116,7 @@ def _report(console: Console, checked: Checked, width: int | None) -> None:
     for finding in checked.findings:
         console.print(Text("wrong: ", "red").append(str(finding), "default"), soft_wrap=whole)
     if held := checked.peaks:
-        console.print(_memory_told(held, checked.memory_limit), soft_wrap=whole)
+        console.print(_describe_memory(held, checked.memory_limit), soft_wrap=whole)
     if checked.findings:
         console.print("\n" + draw_findings(checked.schedule, checked.findings, width), soft_wrap=True, markup=False)
     if models := checked.models:
@@ -124,7 +124,7 @@ def _report(console: Console, checked: Checked, width: int | None) -> None:
         console.print(_table(models))
 
 
-def _memory_told(held: list[int], limit: float | None) -> str:
+def _describe_memory(held: list[int], limit: float | None) -> str:
     most = max(held)
     noun = "activation" if most == 1 else "activations"
     return f"memory: at most {most} {noun} on a rank (rank {held.index(most)}), the limit is {limit}"

@@ -11,8 +11,16 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.costs import CostsFile, ModelName, amount, costs_from, model_named
-from penstock.cli.source import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Json, Microbatches, Ranks, StagesPerRank
+from penstock.cli.costs import CostsFile, ModelName, costs_from, format_number
+from penstock.cli.source import (
+    DEFAULT_MICROBATCHES,
+    DEFAULT_RANKS,
+    Json,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    parse_model,
+)
 from penstock.cli.terminal import Width, terminal
 from penstock.schedules.registry import RECIPES
 from penstock.simulation.comparison import Candidate, candidates, rank_candidates
@@ -53,7 +61,7 @@ def compare(
         costs_from(costs),
         stages_per_rank=stages_per_rank,
         memory_limit=memory_limit,
-        model=model_named(model),
+        model=None if model is None else parse_model(model),
     )
     if size[0] * size[1] > _LARGE and console.is_terminal and not machine:
         waiting = Console(stderr=True)
@@ -107,27 +115,27 @@ def _numbers(row: Candidate, memory_limit: float | None) -> list[str]:
     """What the columns say of it."""
     assert row.timeline is not None
     timeline = row.timeline
-    over = f" > {amount(memory_limit)}" if row.reason and memory_limit is not None else ""
+    over = f" > {format_number(memory_limit)}" if row.reason and memory_limit is not None else ""
     return [
         str(row.stages_per_rank),
-        amount(timeline.makespan),
+        format_number(timeline.makespan),
         f"{timeline.bubble_rate:.1%}",
-        amount(timeline.span),
+        format_number(timeline.span),
         f"{timeline.span_bubble_rate:.1%}",
-        amount(row.peak_memory) + over,
+        format_number(row.peak_memory) + over,
         f"{timeline.hops:g}",
     ]
 
 
 def _facts(row: Candidate) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": row.name,
         "stages_per_rank": row.stages_per_rank,
         "fits": not row.reason,
         "reason": row.reason or None,
     }
     if row.timeline is not None:
-        told |= {
+        facts |= {
             "makespan": row.timeline.makespan,
             "bubble_rate": row.timeline.bubble_rate,
             "span": row.timeline.span,
@@ -135,4 +143,4 @@ def _facts(row: Candidate) -> dict[str, Any]:
             "peak_memory": list(row.timeline.peak_memory),
             "hops": row.timeline.hops,
         }
-    return told
+    return facts

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
-from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, model_from, schedule_from
+from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, parse_model, schedule_from
 from penstock.errors import WriteError
 from penstock.ir.formats import write
 from penstock.lowering.repair import repair as repaired
@@ -48,7 +48,7 @@ def convert(
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     schedule = Lowering(lower, defer_receives, look_ahead, merge_backward, no_unshard).of(schedule)
     if repair is not None:
-        schedule = repaired(schedule, model_from(repair))
+        schedule = repaired(schedule, parse_model(repair))
     try:
         write(schedule, target, overwrite=force)
     except WriteError as fact:

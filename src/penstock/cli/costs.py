@@ -9,9 +9,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from penstock.cli.source import model_from
 from penstock.errors import CostsError
-from penstock.graph.comm_model import CommModel
 from penstock.simulation.costs import Costs
 
 CostsFile: TypeAlias = Annotated[
@@ -45,7 +43,7 @@ def costs_from(path: Path | None) -> Costs:
 
 
 @contextmanager
-def named(path: Path | None) -> Iterator[None]:
+def naming_costs_file(path: Path | None) -> Iterator[None]:
     """Name the file in an error that the costs in it do not fit."""
     try:
         yield
@@ -55,11 +53,6 @@ def named(path: Path | None) -> Iterator[None]:
         raise CostsError(f"{path}: {error}", field=error.field, value=error.value) from None
 
 
-def amount(number: float) -> str:
+def format_number(number: float) -> str:
     """A number for people: six digits, or all that are before the point."""
     return f"{number:,.0f}" if 1e6 <= abs(number) < 1e15 else f"{number:.6g}"
-
-
-def model_named(text: str | None) -> CommModel | None:
-    """The model of this name, or None."""
-    return None if text is None else model_from(text)

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.drawing import Picture
+from penstock.cli.drawing import GridDrawing
 from penstock.cli.launch import cores, launch
 from penstock.cli.show import echo
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
@@ -62,13 +62,13 @@ def demo(
     facts = _proved(console, chosen)
     listener = _Listener(console, steps)
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, listener.shown():
+    with tempfile.TemporaryDirectory() as folder, listener.progress_bar():
         path = Path(folder, "schedule.json")
         chosen.write(path)
         command = [sys.executable, "-P", "-m", TRAINING, str(path), str(steps)]
-        outcome = launch(command, chosen.ranks, hear=listener.hear, interrupt=signal.SIGTERM)
-    if outcome.told and listener.gradients_are_right is not False:
-        typer.echo(f"penstock: {outcome.told}", err=True)
+        outcome = launch(command, chosen.ranks, on_line=listener.on_line, interrupt=signal.SIGTERM)
+    if outcome.summary and listener.gradients_are_right is not False:
+        typer.echo(f"penstock: {outcome.summary}", err=True)
     facts |= listener.facts | {"seconds": time.monotonic() - begun}
     if listener.recorded is not None:
         timeline = simulate(chosen, Costs.from_dict(listener.recorded["costs"]))
@@ -101,16 +101,16 @@ def _assumed(schedule: Schedule) -> str:
 
 def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
     """Draw the schedule, and prove it."""
-    echo(console, Picture(schedule, aligned=None, width=console.width))
+    echo(console, GridDrawing(schedule, aligned=None, width=console.width))
     lowered = lower(schedule) if schedule.compute_only else schedule
     findings = [str(finding) for finding in check(lowered)]
     models, timeline = safe_models(lowered), simulate(schedule)
     actions = sum(map(len, lowered.actions))
-    told = "complete, ordered, free of deadlock" if not findings else "; ".join(findings)
+    summary = "complete, ordered, free of deadlock" if not findings else "; ".join(findings)
     safe = f"{sum(models.values())} of {len(models)} communication models"
     console.print(
         Text(
-            f"lowered to {actions} actions: {told} (under {safe})\n"
+            f"lowered to {actions} actions: {summary} (under {safe})\n"
             f"{_assumed(schedule)}: {timeline.bubble_rate:.1%} bubble, "
             f"{max(timeline.peak_memory):g} activations held at most\n"
         ),
@@ -151,7 +151,7 @@ class _Listener:
         return {"losses": self._losses, "gradients": self._gradients, "tokens_per_second": rate}
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def progress_bar(self) -> Iterator[None]:
         """A bar in the terminal, if it is one."""
         if not self._console.is_terminal:
             yield
@@ -160,15 +160,15 @@ class _Listener:
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[summary]}"),
         )
         # It is drawn when something happens: a thread of its own would be forked into the ranks.
         with Progress(*columns, console=self._console, auto_refresh=False, expand=True) as self._bar:
-            self._bar.add_task("", total=self._steps, told="starting")
+            self._bar.add_task("", total=self._steps, summary="starting")
             self._bar.refresh()
             yield
 
-    def hear(self, rank: int, is_error: bool, line: str) -> None:
+    def on_line(self, rank: int, is_error: bool, line: str) -> None:
         """A line of a rank: an event, or whatever it has to say."""
         event = None if is_error or not line.startswith("{") else json.loads(line)
         if event is None:
@@ -196,8 +196,8 @@ class _Listener:
             self._seconds += facts["seconds"]
         number, last = facts["step"], facts["step"] == self._steps
         if self._bar is not None:
-            told = f"loss {facts['loss']:.3f}  {self._tokens / facts['seconds']:,.0f} tokens/s"
-            self._bar.update(self._bar.task_ids[0], completed=number, told=told)
+            summary = f"loss {facts['loss']:.3f}  {self._tokens / facts['seconds']:,.0f} tokens/s"
+            self._bar.update(self._bar.task_ids[0], completed=number, summary=summary)
             self._bar.refresh()
         elif number == 1 or last or number % max(1, self._steps // REPORTS) == 0:
             self._print(f"step {number} loss {facts['loss']:.3f}")

@@ -17,7 +17,7 @@ from penstock.ir.actions import (
     ComputationType,
 )
 from penstock.ir.alignment import unit_steps
-from penstock.view.palette import IDLE, LOOKS, look_name
+from penstock.view.palette import IDLE, STYLES, style_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from penstock.ir.actions import Action
     from penstock.ir.schedule import Schedule
 
-_IDLE_STYLE: Final = LOOKS[IDLE].terminal
+_IDLE_STYLE: Final = STYLES[IDLE].terminal
 
 
-class Picture:
+class GridDrawing:
     """A schedule laid out for a width; None puts all of it side by side. Painted block by block, when asked."""
 
     def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None, colour: bool = True) -> None:
         self._schedule = schedule
         self._colour = colour
-        #: Whether it is laid out for a width, which other lines should keep to as well.
-        self.fitted = width is not None
+        #: Whether lines have to be folded to a width.
+        self.is_folded = width is not None
         columns = grid.cell_columns(schedule, aligned=aligned)
         self._remark = _why_as_written(schedule) if columns is None and aligned is None else ""
         self._lines = [grid.line(schedule, rank, columns) for rank in range(schedule.ranks)]
@@ -80,7 +80,7 @@ def legend(schedule: Schedule) -> Text:
     text = Text("# ")
     for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
         if kind in present:
-            text.append(f"{kind}", _style(kind)).append(f" {LOOKS[look_name(kind)].meaning}   ")
+            text.append(f"{kind}", _style(kind)).append(f" {STYLES[style_name(kind)].meaning}   ")
     return text.append(grid.IDLE, _IDLE_STYLE).append(" idle")
 
 
@@ -121,4 +121,4 @@ def _cell(cell: Action | None) -> Text:
 
 
 def _style(kind: ComputationType) -> str:
-    return LOOKS[look_name(kind)].terminal
+    return STYLES[style_name(kind)].terminal

@@ -21,12 +21,12 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 #: Gets a whole line of a rank, and whether it was written to stderr.
-Hear = Callable[[int, bool, str], None]
+OnLine = Callable[[int, bool, str], None]
 
 #: How long the others may go on when a rank has failed, so that they can say what they know of it, in seconds.
-GRACE: Final = 5.0
+REPORT_GRACE: Final = 5.0
 #: How long processes have to end after SIGINT, and after SIGTERM.
-PATIENCE: Final = 4.0
+TERMINATE_AFTER: Final = 4.0
 #: How long to listen for what is still in the pipes when all processes have ended.
 _REST: Final = 1.0
 #: How often to look whether a process has ended.
@@ -47,7 +47,7 @@ while read -r group; do [ "$group" = done ] && exit; groups="$groups -$group"; d
 """
 
 
-class Failure(NamedTuple):
+class RankExit(NamedTuple):
     """How a rank has failed, before anyone ended it from here.
 
     Attributes:
@@ -78,7 +78,7 @@ class Outcome(NamedTuple):
         ended: the ranks that were ended from here.
     """
 
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RankExit, ...] = ()
     timed_out: bool = False
     ended: tuple[int, ...] = ()
 
@@ -90,22 +90,22 @@ class Outcome(NamedTuple):
         return TIMED_OUT if self.timed_out else 0
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """In a few words; nothing if all went well."""
         if self.timed_out and not self.failures:
             return "it took longer than --timeout allows; every process was ended"
         ranks: dict[int, list[int]] = {}
         for rank, status in self.failures:
             ranks.setdefault(status, []).append(rank)
-        told, before = [], 0
+        summary, before = [], 0
         for status, numbers in ranks.items():
             if status < 0:
-                told.append(f"{_were(numbers)} ended by {_signal_name(-status)}")
+                summary.append(f"{_were(numbers)} ended by {_signal_name(-status)}")
             else:
-                told.append(f"{_named(numbers)} {'' if before > 0 else 'failed '}with exit code {status}")
+                summary.append(f"{_named(numbers)} {'' if before > 0 else 'failed '}with exit code {status}")
             before = status
-        rest = f"; {_were(self.ended)} ended after that" if told and self.ended else ""
-        return ", ".join(told) + rest
+        rest = f"; {_were(self.ended)} ended after that" if summary and self.ended else ""
+        return ", ".join(summary) + rest
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -126,7 +126,7 @@ def launch(
     command: Sequence[str],
     ranks: int,
     *,
-    hear: Hear | None = None,
+    on_line: OnLine | None = None,
     timeout: float | None = None,
     interrupt: signal.Signals = signal.SIGINT,
     environment: Mapping[str, str] | None = None,
@@ -139,14 +139,14 @@ def launch(
     Args:
         command: what to run, e.g. ``[sys.executable, "train.py"]``.
         ranks: how many.
-        hear: gets what they write; by default they write where this process does.
+        on_line: gets what they write; by default they write where this process does.
         timeout: how many seconds it may take.
         interrupt: what they get first at Ctrl-C; SIGTERM for those that have nothing to save, and nothing to say.
         environment: what to start from; by default that of this process.
     """
     given = os.environ if environment is None else environment
     with reserved_port() as port, _Signals() as signals, _Guard() as guard:
-        job = _Job(hear, timeout, interrupt, signals)
+        job = _Job(on_line, timeout, interrupt, signals)
         try:
             for rank in range(ranks):
                 job.start(command, environment_of(rank, ranks, port, given), guard)
@@ -289,8 +289,10 @@ class _Guard:
 class _Job:
     """The processes, and what is to become of them."""
 
-    def __init__(self, hear: Hear | None, timeout: float | None, interrupt: signal.Signals, signals: _Signals) -> None:
-        self._hear = hear
+    def __init__(
+        self, on_line: OnLine | None, timeout: float | None, interrupt: signal.Signals, signals: _Signals
+    ) -> None:
+        self._on_line = on_line
         self._interrupt = interrupt
         #: Those that this process gets, and whether the first was passed on.
         self._signals = signals
@@ -298,7 +300,7 @@ class _Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._running: set[int] = set()
         self._pipes = selectors.DefaultSelector()
-        self._failures: list[Failure] = []
+        self._failures: list[RankExit] = []
         self._timed_out = False
         #: Whether a signal was sent from here: from then on, to end is no failure.
         self._ended = False
@@ -311,7 +313,7 @@ class _Job:
     def start(self, command: Sequence[str], environment: Mapping[str, str], guard: _Guard) -> None:
         """Start the next rank."""
         rank = len(self._processes)
-        written = None if self._hear is None else subprocess.PIPE
+        written = None if self._on_line is None else subprocess.PIPE
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -358,9 +360,9 @@ class _Job:
             if not piece:
                 self._pipes.unregister(key.fileobj)
                 key.fileobj.close()  # type: ignore[union-attr]  # it is a pipe
-            if self._hear is not None:
+            if self._on_line is not None:
                 for line in lines.more(piece):
-                    self._hear(lines.rank, lines.is_error, line)
+                    self._on_line(lines.rank, lines.is_error, line)
         for rank in sorted(self._running):
             self._look_after(rank)
         if self._deadline is not None and time.monotonic() > self._deadline and self._running:
@@ -380,21 +382,21 @@ class _Job:
         code = process.wait()
         self._running.discard(rank)
         if code != 0 and not self._ended:
-            self._failures.append(Failure(rank, code))
+            self._failures.append(RankExit(rank, code))
             if not self._orders:
-                self._end_after(GRACE)
+                self._end_after(REPORT_GRACE)
 
     def _pass_on(self, number: int) -> None:
         self._passed_on = True
         if number == signal.SIGINT:
             self._orders = deque([(time.monotonic(), self._interrupt)])
-            self._end_after(PATIENCE)
+            self._end_after(TERMINATE_AFTER)
         else:
             self._end_after(0.0)
 
     def _end_after(self, seconds: float) -> None:
         begin = time.monotonic() + seconds
-        self._orders.extend([(begin, signal.SIGTERM), (begin + PATIENCE, signal.SIGKILL)])
+        self._orders.extend([(begin, signal.SIGTERM), (begin + TERMINATE_AFTER, signal.SIGKILL)])
 
     def _carry_out(self) -> None:
         while self._orders and time.monotonic() >= self._orders[0][0]:

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import typer
 
-from penstock.cli.launch import Hear, launch
+from penstock.cli.launch import OnLine, launch
 from penstock.cli.source import DEFAULT_RANKS
 
 #: What comes after the script is the script's.
@@ -73,14 +73,14 @@ def run(
     for warning in _misplaced(context, arguments or []):
         typer.echo(f"penstock: {warning}", err=True)
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
-    hear = _writer(prefix=not no_prefix) if ranks > 1 else None
+    on_line = _writer(prefix=not no_prefix) if ranks > 1 else None
     try:
-        outcome = launch(command, ranks, hear=hear, timeout=timeout)
+        outcome = launch(command, ranks, on_line=on_line, timeout=timeout)
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted; every process has ended", err=True)
         raise
-    if outcome.told:
-        typer.echo(f"penstock: {outcome.told}", err=True)
+    if outcome.summary:
+        typer.echo(f"penstock: {outcome.summary}", err=True)
     raise typer.Exit(outcome.code)
 
 
@@ -97,7 +97,7 @@ def _misplaced(context: typer.Context, arguments: Sequence[str]) -> list[str]:
     return [f"{warning}. Options of penstock run stand before it" for warning in found]
 
 
-def _writer(*, prefix: bool) -> Hear:
+def _writer(*, prefix: bool) -> OnLine:
     """Write every line where its rank has written it, and whole."""
 
     def write(rank: int, is_error: bool, line: str) -> None:

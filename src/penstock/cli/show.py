@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.drawing import Picture
+from penstock.cli.drawing import GridDrawing
 from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, MergeBackward, NoUnshard
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
-from penstock.cli.terminal import Width, fitted, terminal
+from penstock.cli.terminal import Width, layout_width, terminal
 from penstock.ir.formats.versioned_json import json_from_schedule
 from penstock.schedules.registry import RECIPES
 
@@ -58,30 +58,30 @@ def show(
     if machine:
         typer.echo(json_from_schedule(schedule), nl=False)
         return
-    picture = Picture(
+    drawing = GridDrawing(
         schedule,
         aligned=False if as_written else None,
-        width=fitted(console, width),
+        width=layout_width(console, width),
         colour=console.color_system is not None and not console.no_color,
     )
-    page(console, picture)
+    page(console, drawing)
 
 
-def page(console: Console, picture: Picture) -> None:
+def page(console: Console, drawing: GridDrawing) -> None:
     """Print the picture; through a pager if it is higher than the terminal."""
-    if console.is_terminal and picture.height >= console.height:
+    if console.is_terminal and drawing.height >= console.height:
         if hasattr(signal, "SIGPIPE"):
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever leaves the pager early has seen enough
         os.environ.setdefault("LESS", "-RSFX")  # colours as colours, long lines not folded
-        click.echo_via_pager((_ansi(console, part, fold=picture.fitted) for part in picture), color=True)
+        click.echo_via_pager((_ansi(console, part, fold=drawing.is_folded) for part in drawing), color=True)
     else:
-        echo(console, picture)
+        echo(console, drawing)
 
 
-def echo(console: Console, picture: Picture) -> None:
+def echo(console: Console, drawing: GridDrawing) -> None:
     """Print the picture, however high it is."""
-    for part in picture:
-        typer.echo(_ansi(console, part, fold=picture.fitted), nl=False, color=True)
+    for part in drawing:
+        typer.echo(_ansi(console, part, fold=drawing.is_folded), nl=False, color=True)
 
 
 def _ansi(console: Console, text: Text, *, fold: bool) -> str:

@@ -14,14 +14,23 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.costs import CostsFile, ModelName, PerRank, amount, costs_from, model_named, named
-from penstock.cli.source import Json, Microbatches, Ranks, Source, StagesPerRank, fitted_from, schedule_from
+from penstock.cli.costs import CostsFile, ModelName, PerRank, costs_from, format_number, naming_costs_file
+from penstock.cli.source import (
+    Json,
+    Microbatches,
+    Ranks,
+    Source,
+    StagesPerRank,
+    build_fitted,
+    parse_model,
+    schedule_from,
+)
 from penstock.cli.terminal import Width, terminal
 from penstock.lowering.pipeline import lower as lowered
 from penstock.simulation.sampling import Samples, simulate_many
 from penstock.simulation.simulate import simulate
 from penstock.simulation.timeline import Timeline
-from penstock.view.palette import LOOKS
+from penstock.view.palette import STYLES
 from penstock.view.terminal import draw
 
 PERCENTILES = (5, 50, 95)
@@ -62,15 +71,15 @@ def simulate_command(
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     console = terminal(width)
-    given, behaves, together = costs_from(costs), model_named(model), not no_synchronise
-    with named(costs):
+    given, behaves, together = costs_from(costs), None if model is None else parse_model(model), not no_synchronise
+    with naming_costs_file(costs):
         given = given.of_ranks(schedule.placement) if per_rank else given
-        schedule = fitted_from(source, schedule, given) if fit else schedule
+        schedule = build_fitted(source, schedule, given) if fit else schedule
         schedule = lowered(schedule) if lower else schedule
         timeline = simulate(schedule, given, model=behaves, steps=steps, synchronise=together)
     chance = None
     if noise or stragglers:
-        with counted(console, samples) as progress:
+        with progress_bar(console, samples) as progress:
             chance = simulate_many(
                 schedule, given, model=behaves, steps=steps, synchronise=together, samples=samples, noise=noise,
                 stragglers=stragglers, seed=seed, progress=progress,
@@ -89,7 +98,7 @@ def simulate_command(
 
 
 @contextmanager
-def counted(console: Console, total: int) -> Iterator[Callable[[], object] | None]:
+def progress_bar(console: Console, total: int) -> Iterator[Callable[[], object] | None]:
     """A bar in the terminal that goes on by one with every call; none if it goes to a pipe."""
     if not console.is_terminal:
         yield None
@@ -105,8 +114,8 @@ def paint(console: Console, timeline: Timeline) -> None:
     for line in draw(timeline, console.width, colour=colour):
         text = Text(no_wrap=True)
         for segment in line:
-            look = LOOKS.get(segment.style)
-            text.append(segment.text, style=look.block if look else segment.style)
+            style = STYLES.get(segment.style)
+            text.append(segment.text, style=style.block if style else segment.style)
         console.print(text, soft_wrap=True)
 
 
@@ -117,28 +126,29 @@ def numbers(timeline: Timeline) -> Table:
         table.add_column(title, justify="right")
     rows = zip(timeline.busy, timeline.idle, timeline.communication, timeline.peak_memory, strict=True)
     for rank, row in enumerate(rows):
-        table.add_row(str(rank), *map(amount, row))
+        table.add_row(str(rank), *map(format_number, row))
     return table
 
 
 def summary(timeline: Timeline, chance: Samples | None) -> list[str]:
     """What it all comes to, in words."""
     lines = [
-        f"makespan {amount(timeline.makespan)}, of which {timeline.bubble_rate:.2%} is bubble; "
-        f"span {amount(timeline.span)}, {timeline.span_bubble_rate:.2%}; a step takes {amount(timeline.step_time)}"
+        f"makespan {format_number(timeline.makespan)}, of which {timeline.bubble_rate:.2%} is bubble; "
+        f"span {format_number(timeline.span)}, {timeline.span_bubble_rate:.2%}; "
+        f"a step takes {format_number(timeline.step_time)}"
     ]
     if causes := timeline.idle_by_cause:
-        told = ", ".join(f"{cause} {amount(time)}" for cause, time in causes.items())
-        lines.append(f"idle, over all ranks, by cause: {told}")
+        shares = ", ".join(f"{cause} {format_number(time)}" for cause, time in causes.items())
+        lines.append(f"idle, over all ranks, by cause: {shares}")
     if chance is not None:
-        shown = ", ".join(f"{percent} % within {amount(chance.percentile(percent))}" for percent in PERCENTILES)
+        shown = ", ".join(f"{percent} % within {format_number(chance.percentile(percent))}" for percent in PERCENTILES)
         lines.append(f"the makespan with chance, {len(chance)} samples: {shown}")
     return lines
 
 
 def facts(timeline: Timeline, chance: Samples | None = None) -> dict[str, Any]:
     """Everything, for machines."""
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         "name": timeline.schedule.metadata.get("name"),
         "makespan": timeline.makespan,
         "span": timeline.span,
@@ -165,7 +175,7 @@ def facts(timeline: Timeline, chance: Samples | None = None) -> dict[str, Any]:
         ],
     }
     if chance is not None:
-        told["samples"] = {"count": len(chance)} | {
+        found["samples"] = {"count": len(chance)} | {
             f"p{percent}": chance.percentile(percent) for percent in PERCENTILES
         }
-    return told
+    return found

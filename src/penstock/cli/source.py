@@ -60,7 +60,7 @@ def schedule_from(
     return read(source)
 
 
-def fitted_from(source: str, plain: Schedule, costs: Costs) -> Schedule:
+def build_fitted(source: str, plain: Schedule, costs: Costs) -> Schedule:
     """The schedule of this name, built again for these costs."""
     if is_file(source) or not recipe(source).fits_costs:
         why = "has its own order" if is_file(source) else "has the same order whatever the costs"
@@ -91,7 +91,7 @@ def _is_name(source: str) -> bool:
     return True
 
 
-def model_from(text: str) -> CommModel:
+def parse_model(text: str) -> CommModel:
     """The communication model that is written as ``buffering:lanes``."""
     buffering, colon, lanes = text.partition(":")
     if not colon:

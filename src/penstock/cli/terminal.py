@@ -23,6 +23,6 @@ def terminal(width: int | None = None) -> Console:
     return console
 
 
-def fitted(console: Console, width: int | None = None) -> int | None:
+def layout_width(console: Console, width: int | None = None) -> int | None:
     """The width that pictures have to fit into; None for a pipe, unless a width was asked for."""
     return console.width if width is not None or console.is_terminal else None

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.costs import CostsFile, ModelName, PerRank, costs_from, model_named, named
-from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, is_file, schedule_from
+from penstock.cli.costs import CostsFile, ModelName, PerRank, costs_from, naming_costs_file
+from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, is_file, parse_model, schedule_from
 from penstock.errors import WriteError
 from penstock.simulation.simulate import simulate
 from penstock.view.page import write_page
@@ -40,14 +40,14 @@ def view(
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise WriteError(f"{output}: a page is written to *.html; for others, penstock simulate -o")
-    given, behaves = costs_from(costs), model_named(model)
+    given, behaves = costs_from(costs), None if model is None else parse_model(model)
     named_ones = [source for source in sources if not is_file(source)]
     timelines, titles = [], []
     for source in sources:
         own = is_file(source) and bool(named_ones)
         sizes = {} if own else {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
         schedule = schedule_from(source, **sizes)
-        with named(costs):
+        with naming_costs_file(costs):
             shared = given.of_ranks(schedule.placement) if per_rank or len(sources) > 1 else given
             timelines.append(simulate(schedule, shared, model=behaves))
         titles.append(Path(source).name if is_file(source) else str(schedule.metadata["name"]))

@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.ir import packed
 from penstock.ir.actions import OVERLAP_F_B
-from penstock.view.palette import IDLE, LOOKS, look_name
+from penstock.view.palette import IDLE, STYLES, style_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 #: The looks by number.
-NAMES: Final = tuple(LOOKS)
+NAMES: Final = tuple(STYLES)
 
 #: The block of a slice of time in whose middle nothing runs.
-NOBODY: Final = -1
+NO_BAR: Final = -1
 
-_LOOK_OF_TYPE: Final = np.array([NAMES.index(IDLE), *(NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
+_STYLE_OF_TYPE: Final = np.array([NAMES.index(IDLE), *(NAMES.index(style_name(kind)) for kind in packed.TYPE_NUMBER)])
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class Bars:
     """What ranks run and when: rank by rank, and in the order of time.
 
     Attributes:
@@ -61,10 +61,10 @@ class Blocks:
         return np.append(self.first[1:], len(self.codes))[: len(self.first)]
 
     @cached_property
-    def look(self) -> Ints:
+    def style(self) -> Ints:
         """The look of each, by its number in ``NAMES``."""
-        looks = _LOOK_OF_TYPE[packed.types(self.codes[self.first])]
-        return np.where(self.last - self.first > 1, NAMES.index(look_name(OVERLAP_F_B)), looks)
+        styles = _STYLE_OF_TYPE[packed.types(self.codes[self.first])]
+        return np.where(self.last - self.first > 1, NAMES.index(style_name(OVERLAP_F_B)), styles)
 
     @cached_property
     def microbatch(self) -> Ints:
@@ -89,7 +89,7 @@ class Blocks:
         return slice(begin, end)
 
 
-def blocks_of(timeline: Timeline) -> Blocks:
+def bars_of(timeline: Timeline) -> Bars:
     """The blocks of a timeline; what takes no time has none."""
     graph = timeline.step_graph
     cells = graph.blocking[timeline.end[graph.blocking] > timeline.start[graph.blocking]]
@@ -101,46 +101,46 @@ def blocks_of(timeline: Timeline) -> Blocks:
     later = np.repeat(graph.step[cells], parts) * (packed.microbatches(codes) >= 0)
     codes = packed.shift_microbatches(codes, -later.astype(np.int64) * graph.schedule.microbatches)
     start, end = timeline.start[cells], timeline.end[cells]
-    return Blocks(graph.ranks, timeline.makespan, graph.rank[cells], start, end, codes, first)
+    return Bars(graph.ranks, timeline.makespan, graph.rank[cells], start, end, codes, first)
 
 
-def shares(blocks: Blocks, columns: int) -> Floats:
+def shares(bars: Bars, columns: int) -> Floats:
     """How long each look runs in each slice of time: for every rank, column and look. Idle is what is left."""
-    edges = np.linspace(0.0, blocks.extent, columns + 1)
-    taken = np.zeros((blocks.ranks, columns, len(NAMES)))
-    for rank in range(blocks.ranks):
-        mine = blocks.of_rank(rank)
-        start, end, look = blocks.start[mine], blocks.end[mine], blocks.look[mine]
-        for number in np.unique(look).tolist():
-            chosen = look == number
+    edges = np.linspace(0.0, bars.extent, columns + 1)
+    taken = np.zeros((bars.ranks, columns, len(NAMES)))
+    for rank in range(bars.ranks):
+        mine = bars.of_rank(rank)
+        start, end, style = bars.start[mine], bars.end[mine], bars.style[mine]
+        for number in np.unique(style).tolist():
+            chosen = style == number
             times = np.stack([start[chosen], end[chosen]], axis=1).ravel()
             ran = np.cumsum(end[chosen] - start[chosen])
             total = np.stack([np.append(0.0, ran[:-1]), ran], axis=1).ravel()
             taken[rank, :, number] = np.diff(np.interp(edges, times, total))
-    taken[:, :, NAMES.index(IDLE)] = (blocks.extent or 1.0) / columns - taken.sum(axis=2)
+    taken[:, :, NAMES.index(IDLE)] = (bars.extent or 1.0) / columns - taken.sum(axis=2)
     return taken
 
 
-def columns_of(blocks: Blocks, columns: int) -> tuple[Ints, Ints]:
+def columns_of(bars: Bars, columns: int) -> tuple[Ints, Ints]:
     """What each slice of time shows, for every rank and column: the look that runs most of it, and the block.
 
-    The block is the one in the middle, which also decides between looks that run for as long; or ``NOBODY``.
+    The block is the one in the middle, which also decides between looks that run for as long; or ``NO_BAR``.
     """
-    taken, owners = shares(blocks, columns), _owners(blocks, columns)
-    look = np.where(owners == NOBODY, NAMES.index(IDLE), blocks.look[owners] if len(blocks) else 0)
+    taken, owners = shares(bars, columns), _owners(bars, columns)
+    style = np.where(owners == NO_BAR, NAMES.index(IDLE), bars.style[owners] if len(bars) else 0)
     ranks, places = np.indices(owners.shape)
-    taken[ranks, places, look] += 1e-9 * (blocks.extent or 1.0) / columns
+    taken[ranks, places, style] += 1e-9 * (bars.extent or 1.0) / columns
     return np.asarray(taken.argmax(axis=2)), owners
 
 
-def _owners(blocks: Blocks, columns: int) -> Ints:
+def _owners(bars: Bars, columns: int) -> Ints:
     """The block in the middle of each slice of time, for every rank and column."""
-    middles = (np.arange(columns) + 0.5) * (blocks.extent / columns)
-    owners = np.full((blocks.ranks, columns), NOBODY)
-    for rank in range(blocks.ranks):
-        mine = blocks.of_rank(rank)
+    middles = (np.arange(columns) + 0.5) * (bars.extent / columns)
+    owners = np.full((bars.ranks, columns), NO_BAR)
+    for rank in range(bars.ranks):
+        mine = bars.of_rank(rank)
         if mine.start < mine.stop:
-            found = np.searchsorted(blocks.start[mine], middles, side="right") - 1 + mine.start
-            inside = (found >= mine.start) & (blocks.end[np.maximum(found, 0)] > middles)
-            owners[rank] = np.where(inside, found, NOBODY)
+            found = np.searchsorted(bars.start[mine], middles, side="right") - 1 + mine.start
+            inside = (found >= mine.start) & (bars.end[np.maximum(found, 0)] > middles)
+            owners[rank] = np.where(inside, found, NO_BAR)
     return owners

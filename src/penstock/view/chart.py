@@ -19,8 +19,8 @@ from penstock.errors import WriteError
 from penstock.ir import packed
 from penstock.ir.formats.files import atomic_file
 from penstock.simulation.timeline import WRITERS
-from penstock.view.bars import NAMES, blocks_of
-from penstock.view.palette import IDLE, LOOKS, look_name
+from penstock.view.bars import NAMES, bars_of
+from penstock.view.palette import IDLE, STYLES, style_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.timeline import Timeline
-    from penstock.view.bars import Blocks
+    from penstock.view.bars import Bars
 
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
 #: Above this nobody can see single blocks any more.
-MOST_BLOCKS: Final = 50_000
+MOST_BARS: Final = 50_000
 
 _MOST_LABELS: Final = 3_000
 _FONT_SIZES: Final = (7.0, 5.5)
@@ -56,10 +56,10 @@ def write_chart(timeline: Timeline, path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise WriteError("charts are drawn by matplotlib, which is not installed: pip install 'penstock[chart]'")
-    blocks = blocks_of(timeline)
-    if len(blocks) > MOST_BLOCKS:
+    bars = bars_of(timeline)
+    if len(bars) > MOST_BARS:
         raise WriteError(
-            f"a chart of {len(blocks)} actions is too dense to read, {MOST_BLOCKS} at most: "
+            f"a chart of {len(bars)} actions is too dense to read, {MOST_BARS} at most: "
             f"write *.html or *.json, which zoom"
         )
     from matplotlib import rc_context
@@ -68,20 +68,20 @@ def write_chart(timeline: Timeline, path: Path) -> None:
     kind = path.suffix.lower().lstrip(".")
     with rc_context(_SETTINGS):
         # Without the date the same timeline gives the same file.
-        figure(timeline, blocks).savefig(image, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else {})
+        figure(timeline, bars).savefig(image, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else {})
     with atomic_file(path) as file:
         file.write(image.getvalue())
 
 
-def figure(timeline: Timeline, blocks: Blocks) -> Figure:
+def figure(timeline: Timeline, bars: Bars) -> Figure:
     """The chart as a figure."""
     from matplotlib.figure import Figure
 
-    parts = _parts(timeline, blocks)
-    layout = _Layout(blocks.ranks, blocks.extent or 1.0, parts)
+    parts = _parts(timeline, bars)
+    layout = _Layout(bars.ranks, bars.extent or 1.0, parts)
     drawn = Figure(figsize=(layout.width + _SIDES, layout.height + 1.0), layout="constrained")
     axes = drawn.add_subplot()
-    _draw_blocks(axes, layout)
+    _draw_bars(axes, layout)
     _draw_labels(axes, layout)
     _draw_frame(axes, layout)
     _draw_words(drawn, axes, timeline, parts)
@@ -96,30 +96,30 @@ class _Parts(NamedTuple):
     length: Floats
     top: Floats
     height: Floats
-    look: Ints
+    style: Ints
     microbatch: Ints
     foot: Floats
 
 
-def _parts(timeline: Timeline, blocks: Blocks) -> _Parts:
-    count = blocks.last - blocks.first
-    block = np.repeat(np.arange(len(blocks)), count)
-    place = np.arange(len(blocks.codes)) - blocks.first[block]
+def _parts(timeline: Timeline, bars: Bars) -> _Parts:
+    count = bars.last - bars.first
+    block = np.repeat(np.arange(len(bars)), count)
+    place = np.arange(len(bars.codes)) - bars.first[block]
     height = 1.0 / count[block]
-    looks = np.array([0, *(NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
+    styles = np.array([0, *(NAMES.index(style_name(kind)) for kind in packed.TYPE_NUMBER)])
     stages_of = timeline.schedule.placement.stages_of
-    among = {stage: place for stages in map(stages_of, range(blocks.ranks)) for place, stage in enumerate(stages)}
+    among = {stage: place for stages in map(stages_of, range(bars.ranks)) for place, stage in enumerate(stages)}
     local = np.array([among[stage] for stage in sorted(among)])
     foot = local / max(int(local.max()), 1) * _HIGHEST_FOOT
     return _Parts(
-        blocks.rank[block],
-        blocks.start[block],
-        (blocks.end - blocks.start)[block],
+        bars.rank[block],
+        bars.start[block],
+        (bars.end - bars.start)[block],
         place * height,
         height,
-        looks[packed.types(blocks.codes)],
-        packed.microbatches(blocks.codes),
-        foot[packed.stages(blocks.codes)],
+        styles[packed.types(bars.codes)],
+        packed.microbatches(bars.codes),
+        foot[packed.stages(bars.codes)],
     )
 
 
@@ -167,14 +167,14 @@ class _Layout:
         return 0.86 if self.row > 4 else 1.0
 
 
-def _draw_blocks(axes: Axes, layout: _Layout) -> None:
+def _draw_bars(axes: Axes, layout: _Layout) -> None:
     parts, block = layout.parts, layout.block
     ranks = np.arange(layout.ranks, dtype=np.float64)
     idle = _rectangles(0 * ranks, 0 * ranks + layout.extent, ranks - block / 2, 0 * ranks + block)
-    _add(axes, idle, facecolors=LOOKS[IDLE].colour)
+    _add(axes, idle, facecolors=STYLES[IDLE].colour)
     top, height = parts.rank - block / 2 + parts.top * block, parts.height * block
     bars = _rectangles(parts.start, parts.length, top, height)
-    _add(axes, bars, facecolors=np.array([LOOKS[name].colour for name in NAMES])[parts.look])
+    _add(axes, bars, facecolors=np.array([STYLES[name].colour for name in NAMES])[parts.style])
     foot = parts.foot * height
     feet = _rectangles(parts.start, parts.length, top + height - foot, foot)[parts.foot > 0]
     _add(axes, feet, facecolors="#000000", alpha=0.5)
@@ -182,11 +182,11 @@ def _draw_blocks(axes: Axes, layout: _Layout) -> None:
         _add(axes, bars, facecolors="none", edgecolors="white", linewidths=0.5)
 
 
-def _add(axes: Axes, shapes: Floats, **look: Any) -> None:
+def _add(axes: Axes, shapes: Floats, **style: Any) -> None:
     from matplotlib.collections import PolyCollection
 
     vertices: Any = shapes  # an array is drawn at once; its type asks for a list
-    axes.add_collection(PolyCollection(vertices, **{"linewidths": 0, **look}), autolim=False)
+    axes.add_collection(PolyCollection(vertices, **{"linewidths": 0, **style}), autolim=False)
 
 
 def _rectangles(start: Floats, length: Floats, top: Floats, height: Floats) -> Floats:
@@ -210,7 +210,7 @@ def _draw_labels(axes: Axes, layout: _Layout) -> None:
             float(parts.start[place] + parts.length[place] / 2),
             float(middle[place]),
             str(parts.microbatch[place]),
-            color=LOOKS[NAMES[parts.look[place]]].ink,
+            color=STYLES[NAMES[parts.style[place]]].ink,
             fontsize=size,
             ha="center",
             va="center_baseline",
@@ -244,8 +244,8 @@ def _draw_words(drawn: Figure, axes: Axes, timeline: Timeline, parts: _Parts) ->
     """What it is, above; the legend, below."""
     from matplotlib.patches import Patch
 
-    present = {NAMES[number] for number in np.unique(parts.look).tolist()} | {IDLE}
-    patches = [Patch(color=look.colour, label=look.meaning) for name, look in LOOKS.items() if name in present]
+    present = {NAMES[number] for number in np.unique(parts.style).tolist()} | {IDLE}
+    patches = [Patch(color=style.colour, label=style.meaning) for name, style in STYLES.items() if name in present]
     if (parts.foot > 0).any():
         patches.append(Patch(color="#444444", label="foot: later stage of the rank"))
     lines = math.ceil(len(patches) * _LEGEND_ENTRY / drawn.get_figwidth())

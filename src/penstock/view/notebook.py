@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from penstock.ir import grid, packed
-from penstock.view.bars import NAMES, Blocks, blocks_of, columns_of
-from penstock.view.palette import IDLE, LOOKS, look_name
+from penstock.view.bars import NAMES, Bars, bars_of, columns_of
+from penstock.view.palette import IDLE, STYLES, style_name
 from penstock.view.ticks import ticks
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.signedinteger[Any]]
 
-_MOST_BLOCKS: Final = 600
+_MOST_BARS: Final = 600
 _MOST_RANKS: Final = 32
 _MOST_ALIGNED: Final = 20_000  # actions, above which it would take too long
 
@@ -38,22 +38,22 @@ _DIGIT: Final = 7
 
 def schedule_html(schedule: Schedule) -> str:
     """A schedule: a column per step, as ``schedule.grid()`` draws it."""
-    blocks = _steps(schedule)
-    return _page(_svg(blocks, [], "step"), blocks, [schedule.summary])
+    bars = _steps(schedule)
+    return _page(_svg(bars, [], "step"), bars, [schedule.summary])
 
 
 def timeline_html(timeline: Timeline) -> str:
     """A timeline to scale, with the numbers of each rank."""
-    blocks = blocks_of(timeline)
+    bars = bars_of(timeline)
     makespan = timeline.makespan or 1.0
     numbers = zip(timeline.busy, timeline.peak_memory, strict=True)
     remarks = [f"{100 * busy / makespan:.0f} % busy, peak {peak:.4g}" for busy, peak in numbers]
     facts = f"makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_rate:.1f} %"
     peak = f"peak memory {max(timeline.peak_memory):.6g}"
-    return _page(_svg(blocks, remarks, "time"), blocks, [timeline.schedule.summary, f"{facts}, {peak}"])
+    return _page(_svg(bars, remarks, "time"), bars, [timeline.schedule.summary, f"{facts}, {peak}"])
 
 
-def _steps(schedule: Schedule) -> Blocks:
+def _steps(schedule: Schedule) -> Bars:
     """Every action as a block of one step, in the column where ``schedule.grid()`` draws it."""
     columns = grid.cell_columns(schedule) if len(schedule.codes) <= _MOST_ALIGNED else None
     joined = packed.is_joined(schedule.codes)
@@ -66,27 +66,27 @@ def _steps(schedule: Schedule) -> Blocks:
     runs = schedule.codes != packed.IDLE
     first = np.cumsum(np.append(0, runs))[starts[runs[starts]]]
     rank, start = rank[runs[starts]], column[runs[starts]].astype(np.float64)
-    return Blocks(schedule.ranks, float(start.max(initial=-1) + 1), rank, start, start + 1, schedule.codes[runs], first)
+    return Bars(schedule.ranks, float(start.max(initial=-1) + 1), rank, start, start + 1, schedule.codes[runs], first)
 
 
-def _page(svg: str, blocks: Blocks, facts: Sequence[str]) -> str:
-    looks = {look_name(kind) for kind, number in packed.TYPE_NUMBER.items() if number in packed.types(blocks.codes)}
+def _page(svg: str, bars: Bars, facts: Sequence[str]) -> str:
+    styles = {style_name(kind) for kind, number in packed.TYPE_NUMBER.items() if number in packed.types(bars.codes)}
     swatch = "display:inline-block;width:10px;height:10px;margin:0 4px 0 12px;background:"
     legend = "".join(
-        f'<span style="{swatch}{look.colour}"></span>{escape(look.meaning)}'
-        for name, look in LOOKS.items()
-        if name in {*looks, IDLE}
+        f'<span style="{swatch}{style.colour}"></span>{escape(style.meaning)}'
+        for name, style in STYLES.items()
+        if name in {*styles, IDLE}
     )
     lines = "".join(f"<div>{escape(fact)}</div>" for fact in facts)
     return f'<div style="{_FONT}">{svg}<div>{legend}</div>{lines}</div>'
 
 
-def _svg(blocks: Blocks, remarks: Sequence[str], axis: str) -> str:
-    shown = min(blocks.ranks, _MOST_RANKS)
-    width, height = _LEFT + _ACROSS + (_RIGHT if remarks else 10), (shown + 1) * _ROW + (shown < blocks.ranks) * _ROW
-    scale = _ACROSS / blocks.extent if blocks.extent else 0.0
-    bars = _single(blocks, scale) if len(blocks) <= _MOST_BLOCKS else _coarse(blocks, shown)
-    inside = [*_rows(shown, blocks.ranks, remarks), *bars, *_axis(blocks.extent, shown * _ROW + 14, axis)]
+def _svg(bars: Bars, remarks: Sequence[str], axis: str) -> str:
+    shown = min(bars.ranks, _MOST_RANKS)
+    width, height = _LEFT + _ACROSS + (_RIGHT if remarks else 10), (shown + 1) * _ROW + (shown < bars.ranks) * _ROW
+    scale = _ACROSS / bars.extent if bars.extent else 0.0
+    shapes = _single(bars, scale) if len(bars) <= _MOST_BARS else _coarse(bars, shown)
+    inside = [*_rows(shown, bars.ranks, remarks), *shapes, *_axis(bars.extent, shown * _ROW + 14, axis)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'style="max-width:100%;{_FONT}" fill="currentColor">{"".join(inside)}</svg>'
@@ -104,36 +104,36 @@ def _rows(shown: int, ranks: int, remarks: Sequence[str]) -> Iterator[str]:
         yield f'<text x="0" y="{(shown + 1) * _ROW + 14}">and {ranks - shown} more ranks</text>'
 
 
-def _single(blocks: Blocks, scale: float) -> Iterator[str]:
+def _single(bars: Bars, scale: float) -> Iterator[str]:
     """Every block; the actions of an overlap on top of each other."""
-    actions = iter(blocks.actions)
-    for rank, start, end in zip(blocks.rank.tolist(), blocks.start.tolist(), blocks.end.tolist(), strict=True):
+    actions = iter(bars.actions)
+    for rank, start, end in zip(bars.rank.tolist(), bars.start.tolist(), bars.end.tolist(), strict=True):
         action = next(actions)
         height = (_ROW - 2) / len(action.parts)
         left, across = _LEFT + start * scale, (end - start) * scale
         yield f"<g><title>{escape(str(action))}, {start:.6g} to {end:.6g}</title>"
         for place, part in enumerate(action.parts):
-            name, top = look_name(part.computation_type), rank * _ROW + 1 + place * height
+            name, top = style_name(part.computation_type), rank * _ROW + 1 + place * height
             yield _rectangle(left, max(across - 0.5, 0.25), top, height, name)
             number = "" if part.microbatch_index is None else str(part.microbatch_index)
             if number and len(number) * _DIGIT <= across:
                 size = 11 if height > 12 else 9
                 yield (
                     f'<text x="{left + across / 2:.6g}" y="{top + height / 2 + 0.36 * size:.6g}" font-size="{size}" '
-                    f'text-anchor="middle" fill="{LOOKS[name].ink}">{number}</text>'
+                    f'text-anchor="middle" fill="{STYLES[name].ink}">{number}</text>'
                 )
         yield "</g>"
 
 
-def _coarse(blocks: Blocks, shown: int) -> Iterator[str]:
+def _coarse(bars: Bars, shown: int) -> Iterator[str]:
     """What runs most of each slice of time; slices that look the same are drawn as one."""
-    columns = min(_ACROSS // 2, 4 * _MOST_BLOCKS // shown)
-    looks, _ = columns_of(blocks, columns)
+    columns = min(_ACROSS // 2, 4 * _MOST_BARS // shown)
+    styles, _ = columns_of(bars, columns)
     step = _ACROSS / columns
     for rank in range(shown):
-        changed = np.flatnonzero(np.diff(looks[rank])) + 1
+        changed = np.flatnonzero(np.diff(styles[rank])) + 1
         for begin, end in pairwise([0, *changed.tolist(), columns]):
-            if (name := NAMES[looks[rank, begin]]) != IDLE:
+            if (name := NAMES[styles[rank, begin]]) != IDLE:
                 yield _rectangle(_LEFT + begin * step, (end - begin) * step, rank * _ROW + 1, _ROW - 2, name)
 
 
@@ -149,4 +149,4 @@ def _axis(extent: float, bottom: int, word: str) -> Iterator[str]:
 
 def _rectangle(left: float, across: float, top: float, height: float, name: str) -> str:
     place = f'x="{left:.6g}" y="{top:.6g}" width="{across:.6g}" height="{height:.6g}"'
-    return f'<rect {place} fill="{LOOKS[name].colour}"/>'
+    return f'<rect {place} fill="{STYLES[name].colour}"/>'

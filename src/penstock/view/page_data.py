@@ -10,7 +10,7 @@ from penstock.ir import packed
 from penstock.ir.actions import OVERLAP_F_B, RECV_B, RECV_F, SEND_F
 from penstock.simulation.idle import CAUSES
 from penstock.simulation.step_graph import LANE, POST, ROOM
-from penstock.view.palette import LOOKS, look_name
+from penstock.view.palette import STYLES, style_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.signedinteger[Any]]
 
-_LOOK_NAMES = tuple(LOOKS)
+_STYLE_NAMES = tuple(STYLES)
 
 
 def facts_of_page(timelines: Sequence[Timeline], titles: Sequence[str], memory_limit: float | None) -> dict[str, Any]:
     """Everything that the page shows."""
     return {
-        "looks": [{"name": name, **_look(name)} for name in LOOKS],
+        "styles": [{"name": name, **_style_data(name)} for name in STYLES],
         "causes": CAUSES,
         "limit": memory_limit,
         "timelines": [
@@ -36,9 +36,9 @@ def facts_of_page(timelines: Sequence[Timeline], titles: Sequence[str], memory_l
     }  # fmt: skip
 
 
-def _look(name: str) -> dict[str, str]:
-    look = LOOKS[name]
-    return {"meaning": look.meaning, "colour": look.colour, "ink": look.ink}
+def _style_data(name: str) -> dict[str, str]:
+    style = STYLES[name]
+    return {"meaning": style.meaning, "colour": style.colour, "ink": style.ink}
 
 
 def facts_of_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
@@ -71,19 +71,19 @@ def _cells(timeline: Timeline) -> dict[str, Any]:
         "start": _short(timeline.start.tolist()),
         "end": _short(timeline.end.tolist()),
         "step": graph.step.tolist() if graph.steps > 1 else None,
-        "look": _looks(timeline).tolist(),
+        "style": _styles(timeline).tolist(),
         "posted": np.flatnonzero(graph.is_transfer).tolist(),
         "name": [str(span.action) for span in timeline.spans],
     }
 
 
-def _looks(timeline: Timeline) -> Ints:
+def _styles(timeline: Timeline) -> Ints:
     """The look of each cell, by its place among all looks."""
     graph = timeline.step_graph
-    of_type = np.array([0, *(_LOOK_NAMES.index(look_name(kind)) for kind in packed.TYPE_NUMBER)])
-    looks = of_type[graph.actions.kind[graph.first_action]]
+    of_type = np.array([0, *(_STYLE_NAMES.index(style_name(kind)) for kind in packed.TYPE_NUMBER)])
+    styles = of_type[graph.actions.kind[graph.first_action]]
     several = np.diff(np.append(graph.first_action, len(graph.actions))) > 1
-    return np.where(several, _LOOK_NAMES.index(look_name(OVERLAP_F_B)), looks)
+    return np.where(several, _STYLE_NAMES.index(style_name(OVERLAP_F_B)), styles)
 
 
 def _edges(timeline: Timeline) -> dict[str, Any]:

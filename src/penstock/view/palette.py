@@ -17,7 +17,7 @@ _BLACK: Final = "#000000"
 _WHITE: Final = "#ffffff"
 
 
-class Look(NamedTuple):
+class Style(NamedTuple):
     """How something is drawn.
 
     Attributes:
@@ -46,23 +46,23 @@ TRANSFER: Final = "transfer"
 IDLE: Final = "idle"
 
 #: By what is drawn: the compute types by their text form; the order is that of a legend.
-LOOKS: Final = {
-    "F": Look("F", "forward", "#0072b2", _WHITE, "bold blue"),
-    "B": Look("B", "backward", "#009e73", _BLACK, "bold green"),
-    "I": Look("I", "input gradient", "#56b4e9", _BLACK, "bold cyan"),
-    "W": Look("W", "weight gradient", "#e69f00", _BLACK, "yellow"),
-    OVERLAP: Look("O", "overlap of two", "#f0e442", _BLACK, "bold yellow"),
-    PARAMETERS: Look("S", "sharding", "#d55e00", _BLACK, "red"),
-    TRANSFER: Look("T", "transfer", "#cc79a7", _BLACK, "magenta"),
-    IDLE: Look(".", "idle", "#eeeeee", "#666666", "dim"),
+STYLES: Final = {
+    "F": Style("F", "forward", "#0072b2", _WHITE, "bold blue"),
+    "B": Style("B", "backward", "#009e73", _BLACK, "bold green"),
+    "I": Style("I", "input gradient", "#56b4e9", _BLACK, "bold cyan"),
+    "W": Style("W", "weight gradient", "#e69f00", _BLACK, "yellow"),
+    OVERLAP: Style("O", "overlap of two", "#f0e442", _BLACK, "bold yellow"),
+    PARAMETERS: Style("S", "sharding", "#d55e00", _BLACK, "red"),
+    TRANSFER: Style("T", "transfer", "#cc79a7", _BLACK, "magenta"),
+    IDLE: Style(".", "idle", "#eeeeee", "#666666", "dim"),
 }
 
 
-def look_name(kind: ComputationType) -> str:
+def style_name(kind: ComputationType) -> str:
     """Which of the looks a type of action has.
 
     >>> from penstock.ir.actions import ComputationType
-    >>> look_name(ComputationType.FORWARD), look_name(ComputationType.SEND_F)
+    >>> style_name(ComputationType.FORWARD), style_name(ComputationType.SEND_F)
     ('F', 'transfer')
     """
     if kind in COMPUTE:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from penstock.ir import packed
-from penstock.view.bars import NAMES, NOBODY, blocks_of, columns_of
-from penstock.view.palette import IDLE, LOOKS
+from penstock.view.bars import NAMES, NO_BAR, bars_of, columns_of
+from penstock.view.palette import IDLE, STYLES
 from penstock.view.ticks import ticks
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.simulation.timeline import Timeline
-    from penstock.view.bars import Blocks
+    from penstock.view.bars import Bars
 
     Ints = NDArray[np.signedinteger[Any]]
 
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
     Attributes:
         text: the text.
-        style: the name of a look (see ``palette.LOOKS``), ``"dim"``, or nothing.
+        style: the name of a look (see ``palette.STYLES``), ``"dim"``, or nothing.
     """
 
     text: str
@@ -65,19 +65,19 @@ def draw(timeline: Timeline, width: int, *, colour: bool) -> list[Line]:
         width: how many columns there are.
         colour: whether blocks will be coloured; if not, what follows the label of a block is drawn as a line.
     """
-    blocks = blocks_of(timeline)
+    bars = bars_of(timeline)
     heads = _heads(timeline, width)
     room = max(width - len(heads[0]) - 1, 1)
-    columns = _fitting(blocks, room)
-    looks, owners = columns_of(blocks, columns)
-    labels = _labels(timeline, blocks, columns)
+    columns = _fitting(bars, room)
+    styles, owners = columns_of(bars, columns)
+    labels = _labels(timeline, bars, columns)
     fill = " " if colour else "-"
     lines = [[Segment(heads[0].rstrip(), DIM)]] if heads[0].strip() else []
     for rank, head in enumerate(heads[1:]):
-        lines.append([Segment(f"{head} "), *_row(looks[rank], owners[rank], blocks, labels, fill)])
-    axis = _axis(blocks.extent, columns, room)
+        lines.append([Segment(f"{head} "), *_row(styles[rank], owners[rank], bars, labels, fill)])
+    axis = _axis(bars.extent, columns, room)
     lines.append([Segment(f"{'time':<{len(heads[0])}} {axis}", DIM)])
-    return [*lines, *_legend(looks, width)]
+    return [*lines, *_legend(styles, width)]
 
 
 def plain(timeline: Timeline, width: int) -> str:
@@ -101,42 +101,42 @@ def _heads(timeline: Timeline, width: int) -> list[str]:
     return [f"{'':<{label}} busy {'peak':>{high}}", *numbered]
 
 
-def _fitting(blocks: Blocks, room: int) -> int:
+def _fitting(bars: Bars, room: int) -> int:
     """How many columns to use: a whole number for each unit of time, unless that leaves more than a third empty."""
-    lengths = blocks.end - blocks.start
+    lengths = bars.end - bars.start
     if not len(lengths):
         return room
     for parts in (1, 2, 3, 4, 5, 10):
         unit = float(lengths.min()) / parts
-        times = np.concatenate([blocks.start, blocks.end]) / unit
+        times = np.concatenate([bars.start, bars.end]) / unit
         if np.allclose(times, np.round(times), rtol=0.0, atol=1e-6):
-            units = round(blocks.extent / unit)
+            units = round(bars.extent / unit)
             whole = room // units * units
             return whole if 3 * whole >= 2 * room else room
     return room
 
 
-def _labels(timeline: Timeline, blocks: Blocks, columns: int) -> list[str]:
+def _labels(timeline: Timeline, bars: Bars, columns: int) -> list[str]:
     """The label of each block: letter and microbatch, and the stage before them if ranks have several and it fits."""
-    letters = [LOOKS[NAMES[look]].letter for look in blocks.look.tolist()]
-    labels = [letter + numbers for letter, numbers in zip(letters, blocks.numbers, strict=True)]
+    letters = [STYLES[NAMES[style]].letter for style in bars.style.tolist()]
+    labels = [letter + numbers for letter, numbers in zip(letters, bars.numbers, strict=True)]
     if timeline.schedule.stages == timeline.step_graph.ranks or not labels:
         return labels
-    stages, single = packed.stages(blocks.codes[blocks.first]).tolist(), (blocks.microbatch >= 0).tolist()
+    stages, single = packed.stages(bars.codes[bars.first]).tolist(), (bars.microbatch >= 0).tolist()
     whole = [f"{stage}{label}" if alone else label for stage, label, alone in zip(stages, labels, single, strict=True)]
-    narrowest = float((blocks.end - blocks.start).min()) * columns / blocks.extent
+    narrowest = float((bars.end - bars.start).min()) * columns / bars.extent
     return whole if max(map(len, whole)) < narrowest else labels
 
 
-def _row(looks: Ints, owners: Ints, blocks: Blocks, labels: list[str], fill: str) -> Iterator[Segment]:
+def _row(styles: Ints, owners: Ints, bars: Bars, labels: list[str], fill: str) -> Iterator[Segment]:
     """A line of blocks, cut where the look or the block changes."""
-    changed = np.flatnonzero((np.diff(looks) != 0) | ((np.diff(owners) != 0) & (looks[1:] != _IDLE))) + 1
-    for begin, end in pairwise([0, *changed.tolist(), len(looks)]):
-        look, owner = int(looks[begin]), int(owners[begin])
-        letter = LOOKS[NAMES[look]].letter
-        label = labels[owner] if owner != NOBODY and blocks.look[owner] == look else letter
+    changed = np.flatnonzero((np.diff(styles) != 0) | ((np.diff(owners) != 0) & (styles[1:] != _IDLE))) + 1
+    for begin, end in pairwise([0, *changed.tolist(), len(styles)]):
+        style, owner = int(styles[begin]), int(owners[begin])
+        letter = STYLES[NAMES[style]].letter
+        label = labels[owner] if owner != NO_BAR and bars.style[owner] == style else letter
         label = label if len(label) <= end - begin else letter
-        yield Segment(label.ljust(end - begin, letter if look == _IDLE else fill), NAMES[look])
+        yield Segment(label.ljust(end - begin, letter if style == _IDLE else fill), NAMES[style])
 
 
 def _axis(extent: float, columns: int, room: int) -> str:
@@ -151,15 +151,15 @@ def _axis(extent: float, columns: int, room: int) -> str:
     return text
 
 
-def _legend(looks: Ints, width: int) -> list[Line]:
+def _legend(styles: Ints, width: int) -> list[Line]:
     """What the letters mean, for those that are in the picture; in as many lines as it takes."""
     lines, used = [[Segment("#", DIM)]], 1
-    for name in (name for number, name in enumerate(NAMES) if number in looks):
-        look = LOOKS[name]
-        gap, meaning = " " if len(lines[-1]) == 1 else "   ", f" {look.meaning}"
-        if used + len(gap + look.letter + meaning) > width and len(lines[-1]) > 1:
+    for name in (name for number, name in enumerate(NAMES) if number in styles):
+        style = STYLES[name]
+        gap, meaning = " " if len(lines[-1]) == 1 else "   ", f" {style.meaning}"
+        if used + len(gap + style.letter + meaning) > width and len(lines[-1]) > 1:
             lines.append([Segment("#", DIM)])
             gap, used = " ", 1
-        lines[-1] += [Segment(gap), Segment(look.letter, name), Segment(meaning)]
-        used += len(gap + look.letter + meaning)
+        lines[-1] += [Segment(gap), Segment(style.letter, name), Segment(meaning)]
+        used += len(gap + style.letter + meaning)
     return lines

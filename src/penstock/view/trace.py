@@ -18,7 +18,7 @@ from penstock.ir.actions import Action
 from penstock.ir.dependencies import TRANSFERS
 from penstock.ir.formats.files import atomic_file
 from penstock.simulation.timeline import WRITERS
-from penstock.view.trace_threads import COMPUTE, IDLE, INSTANTS, LANE, Thread, parallel
+from penstock.view.trace_threads import COMPUTE, IDLE, INSTANTS, LANE, Thread, assign_lanes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -123,7 +123,7 @@ class Trace:
             pairs[transfer.source, transfer.target].append(place)
         number = [0] * len(transfers)
         for places in pairs.values():
-            for place, chosen in zip(places, parallel(times[place] for place in places), strict=True):
+            for place, chosen in zip(places, assign_lanes(times[place] for place in places), strict=True):
                 number[place] = chosen
         sends, receives = [], []
         for (source, target, *_), time, chosen in zip(transfers, times, number, strict=True):

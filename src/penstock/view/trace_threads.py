@@ -38,12 +38,12 @@ class Thread(NamedTuple):
         return f"receive (from rank {self.peer}{lane})" if self.receives else f"send (to rank {self.peer}{lane})"
 
 
-def parallel(spans: Iterable[tuple[int, int]]) -> list[int]:
+def assign_lanes(spans: Iterable[tuple[int, int]]) -> list[int]:
     """A number for each span of (start, end), so that those with the same number do not overlap. O(n log n).
 
     Nor do they begin at once: readers put what takes no time inside of what begins then, and its arrows go astray.
 
-    >>> parallel([(0, 3), (1, 4), (3, 5), (5, 5), (5, 5)])
+    >>> assign_lanes([(0, 3), (1, 4), (3, 5), (5, 5), (5, 5)])
     [0, 1, 0, 1, 0]
     """
     spans = list(spans)

@@ -1,28 +1,28 @@
 // The blocks of a row: what its rank runs, and why it is idle.
 
 /** Everything that a rank does, and all that it waits for; what is too narrow to be seen stands in columns. */
-function drawRow(canvas, row, looks) {
-  const columns = new Columns(canvas, row.timeline, looks.length + canvas.causes.length);
+function drawRow(canvas, row, styles) {
+  const columns = new Columns(canvas, row.timeline, styles.length + canvas.causes.length);
   row.columns = columns;
-  const waits = waitsOf(row, looks.length);
+  const waits = waitsOf(row, styles.length);
   const runs = runsOf(row);
   columns.gather(waits);
   columns.gather(runs);
   columns.drawWide(waits, (place, left, width) => drawWait(canvas, row, row.timeline.waits.cause[place], left, width));
-  columns.drawWide(runs, (place, left, width) => drawRun(canvas, row, looks, runs.cell[place], left, width));
-  columns.eachUsed(columns.from, columns.to, (column) => drawColumn(canvas, row, looks, column));
-  drawMarks(canvas, row, looks);
+  columns.drawWide(runs, (place, left, width) => drawRun(canvas, row, styles, runs.cell[place], left, width));
+  columns.eachUsed(columns.from, columns.to, (column) => drawColumn(canvas, row, styles, column));
+  drawMarks(canvas, row, styles);
 }
 
-/** The idle intervals of a row; their kinds follow those of the looks. */
-function waitsOf({ timeline, rank }, looks) {
+/** The idle intervals of a row; their kinds follow those of the styles. */
+function waitsOf({ timeline, rank }, styles) {
   const { first, start, end, cause } = timeline.waits;
-  return { start, end, begin: first[rank], stop: first[rank + 1], kindOf: (place) => looks + cause[place] };
+  return { start, end, begin: first[rank], stop: first[rank + 1], kindOf: (place) => styles + cause[place] };
 }
 
 function runsOf({ timeline, rank }) {
   const { cell, start, end } = timeline.rows[rank].blocks;
-  return { cell, start, end, begin: 0, stop: cell.length, kindOf: (place) => timeline.look[cell[place]] };
+  return { cell, start, end, begin: 0, stop: cell.length, kindOf: (place) => timeline.style[cell[place]] };
 }
 
 function drawWait({ context, layout, brushes, drawn }, row, cause, left, width) {
@@ -31,15 +31,15 @@ function drawWait({ context, layout, brushes, drawn }, row, cause, left, width) 
   drawn.waits++;
 }
 
-function drawRun(canvas, row, looks, cell, left, width) {
+function drawRun(canvas, row, styles, cell, left, width) {
   const { timeline } = row;
-  const look = looks[timeline.look[cell]];
-  drawBlock(canvas, row, look, left, width);
-  if (width > 15) drawLabel(canvas, row, look, cell, left, width);
+  const style = styles[timeline.style[cell]];
+  drawBlock(canvas, row, style, left, width);
+  if (width > 15) drawLabel(canvas, row, style, cell, left, width);
 }
 
-function drawBlock({ context, layout, drawn }, row, look, left, width) {
-  context.fillStyle = look.colour;
+function drawBlock({ context, layout, drawn }, row, style, left, width) {
+  context.fillStyle = style.colour;
   const inset = row.columns.spaced && width > 3 ? 1 : 0;
   context.beginPath();
   context.roundRect(left, row.top, width - inset, layout.bar, inset && Math.min(width / 3, 2.5));
@@ -48,7 +48,7 @@ function drawBlock({ context, layout, drawn }, row, look, left, width) {
 }
 
 /** What takes no time: a small triangle that points at its moment, one for all in the same place. */
-function drawMarks(canvas, row, looks) {
+function drawMarks(canvas, row, styles) {
   const { layout } = canvas;
   const { timeline, rank } = row;
   const { cell, start } = timeline.rows[rank].marks;
@@ -57,13 +57,13 @@ function drawMarks(canvas, row, looks) {
     const x = layout.x(start[place]);
     if (x - last < 4) continue;
     last = x;
-    drawMark(canvas, row, looks[timeline.look[cell[place]]], x);
+    drawMark(canvas, row, styles[timeline.style[cell[place]]], x);
   }
 }
 
 /** It stands above the bar, so that it hides nothing there. */
-function drawMark({ context, drawn }, row, look, x) {
-  context.fillStyle = look.colour;
+function drawMark({ context, drawn }, row, style, x) {
+  context.fillStyle = style.colour;
   context.beginPath();
   context.moveTo(x - 4, row.top - 6);
   context.lineTo(x + 4, row.top - 6);

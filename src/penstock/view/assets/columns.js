@@ -127,15 +127,15 @@ class Columns {
   }
 }
 
-function drawColumn({ context, layout, brushes, drawn }, row, looks, column) {
+function drawColumn({ context, layout, brushes, drawn }, row, styles, column) {
   const { columns } = row;
   const left = columns.edge(column);
   const width = columns.edge(column + 1) - left;
   const height = (share) => columns.onPixel(layout.bar * (1 - share));
   columns.stack(column, (kind, from, to) => {
-    const isLook = kind < looks.length;
-    context.fillStyle = isLook ? looks[kind].colour : brushes.patterns[kind - looks.length];
+    const isStyle = kind < styles.length;
+    context.fillStyle = isStyle ? styles[kind].colour : brushes.patterns[kind - styles.length];
     context.fillRect(left, row.top + height(to), width, height(from) - height(to));
-    drawn[isLook ? "blocks" : "waits"]++;
+    drawn[isStyle ? "blocks" : "waits"]++;
   });
 }

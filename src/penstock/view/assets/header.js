@@ -103,10 +103,10 @@ function figuresOf(timeline, limit, common) {
   );
 }
 
-function fillLegend({ timelines, looks, limit }) {
+function fillLegend({ timelines, styles, limit }) {
   const legend = document.getElementById("legend");
-  const used = new Set(timelines.flatMap((timeline) => [...new Set(timeline.look.filter((_, cell) => !timeline.posted[cell]))]));
-  looks.forEach(({ name, meaning, colour }, number) => {
+  const used = new Set(timelines.flatMap((timeline) => [...new Set(timeline.style.filter((_, cell) => !timeline.posted[cell]))]));
+  styles.forEach(({ name, meaning, colour }, number) => {
     if (!used.has(number)) return;
     const label = name.length > 1 ? meaning : element("span", {}, element("b", {}, name), ` ${meaning}`);
     legend.append(element("li", {}, swatch(colour), label));

@@ -4,18 +4,18 @@
 const NEXT = 1.1;
 const LONGEST = 1.3;
 
-/** The blocks of a timeline in groups of one look that take about as long. */
+/** The blocks of a timeline in groups of one style that take about as long. */
 class Labels {
   constructor(timeline) {
     this.groups = [];
     this.groupOf = new Int32Array(timeline.count);
     const blocks = timeline.rows.flatMap(({ blocks: { cell } }) => [...cell]);
     const length = (cell) => timeline.end[cell] - timeline.start[cell];
-    blocks.sort((one, other) => timeline.look[one] - timeline.look[other] || length(one) - length(other));
+    blocks.sort((one, other) => timeline.style[one] - timeline.style[other] || length(one) - length(other));
     let before = -1;
     for (const cell of blocks) {
       const group = this.groups[this.groups.length - 1];
-      const belongs = group && timeline.look[cell] === timeline.look[before] && length(cell) <= Math.min(NEXT * length(before), LONGEST * group.shortest);
+      const belongs = group && timeline.style[cell] === timeline.style[before] && length(cell) <= Math.min(NEXT * length(before), LONGEST * group.shortest);
       if (!belongs) this.groups.push({ shortest: length(cell), longest: ["", ""] });
       this.groupOf[cell] = this.groups.length - 1;
       widen(this.groups[this.groups.length - 1], timeline.name[cell]);
@@ -49,12 +49,12 @@ function linesOf(name, two) {
   return two ? parts : [parts.join(" ")];
 }
 
-function drawLabel(canvas, row, look, cell, left, width) {
+function drawLabel(canvas, row, style, cell, left, width) {
   const { context, layout } = canvas;
   if (!row.timeline.labels.fit(canvas, cell)) return;
   const lines = linesOf(row.timeline.name[cell], hasRoomForTwo(layout));
   if (lines.some((line) => canvas.widthOf(line) > width - 2)) return; // it is in part out of view
-  context.fillStyle = look.ink;
+  context.fillStyle = style.ink;
   context.textAlign = "center";
   context.textBaseline = "middle";
   lines.forEach((line, number) => {

@@ -58,7 +58,7 @@ function edges(layout, timeline, source, target) {
 }
 
 /** A chain in full colour with a frame around each block, and lines from rank to rank. */
-function drawChain(canvas, timeline, chain, colour, looks) {
+function drawChain(canvas, timeline, chain, colour, styles) {
   const { context, layout } = canvas;
   const path = new Path2D();
   const lit = new Set();
@@ -69,7 +69,7 @@ function drawChain(canvas, timeline, chain, colour, looks) {
     before = cell;
     const row = canvas.rows.get(timeline.rank[cell] + timeline.number * 1e6);
     if (!row || timeline.end[cell] < layout.from || timeline.start[cell] > layout.to) continue;
-    drawLit(canvas, row, looks, cell, colour, lit);
+    drawLit(canvas, row, styles, cell, colour, lit);
   }
   context.strokeStyle = colour;
   context.lineWidth = 1.75;
@@ -92,22 +92,22 @@ function joinBlocks(layout, timeline, one, other, path) {
 }
 
 /** An action in full colour: a mark if it takes no time, a block in a frame, or each column that it is in, once. */
-function drawLit(canvas, row, looks, cell, colour, lit, dashes = []) {
+function drawLit(canvas, row, styles, cell, colour, lit, dashes = []) {
   const { timeline, columns } = row;
   const [start, end] = [timeline.start[cell], timeline.end[cell]];
-  if (end <= start) return drawMark(canvas, row, looks[timeline.look[cell]], canvas.layout.x(start));
+  if (end <= start) return drawMark(canvas, row, styles[timeline.style[cell]], canvas.layout.x(start));
   columns.eachUsed(start, end, (column) => {
     const place = `${timeline.number} ${row.rank} ${column}`;
-    if (!lit.has(place)) drawColumn(canvas, row, looks, column);
+    if (!lit.has(place)) drawColumn(canvas, row, styles, column);
     lit.add(place);
   });
   const [left, width] = end - start < columns.narrow ? [0, 0] : columns.part(start, end);
-  return width > 0 && drawFramed(canvas, row, looks, cell, left, width, colour, dashes);
+  return width > 0 && drawFramed(canvas, row, styles, cell, left, width, colour, dashes);
 }
 
-function drawFramed(canvas, row, looks, cell, left, width, colour, dashes) {
+function drawFramed(canvas, row, styles, cell, left, width, colour, dashes) {
   const { context, layout } = canvas;
-  drawRun(canvas, row, looks, cell, left, width);
+  drawRun(canvas, row, styles, cell, left, width);
   if (width <= 3) return;
   context.strokeStyle = colour;
   context.lineWidth = 2;
@@ -132,7 +132,7 @@ function drawRing({ context, layout, brushes, rows }, timeline, cell) {
 }
 
 /** What waits for the selected action: a broken frame around each, and a broken line to it. */
-function drawDependents(canvas, timeline, cell, dependents, looks) {
+function drawDependents(canvas, timeline, cell, dependents, styles) {
   const { context, layout, brushes } = canvas;
   const path = new Path2D();
   const lit = new Set();
@@ -140,7 +140,7 @@ function drawDependents(canvas, timeline, cell, dependents, looks) {
     joinBlocks(layout, timeline, cell, other, path);
     const row = canvas.rows.get(timeline.rank[other] + timeline.number * 1e6);
     if (!row || timeline.end[other] < layout.from || timeline.start[other] > layout.to) continue;
-    drawLit(canvas, row, looks, other, brushes.ink, lit, [4, 3]);
+    drawLit(canvas, row, styles, other, brushes.ink, lit, [4, 3]);
   }
   context.strokeStyle = brushes.ink;
   context.lineWidth = 1.25;

@@ -2,7 +2,7 @@
 
 class Page {
   constructor(facts) {
-    Object.assign(this, { looks: facts.looks, causes: facts.causes, limit: facts.limit });
+    Object.assign(this, { styles: facts.styles, causes: facts.causes, limit: facts.limit });
     this.timelines = facts.timelines.map((timeline, number) => new Timeline(timeline, number));
     this.layout = new Layout(this.timelines);
     this.brushes = new Brushes(this.causes);
@@ -80,7 +80,7 @@ class Page {
     context.font = `11px ${FONT}`;
     for (const row of rows) {
       context.globalAlpha = faded;
-      drawRow(this, row, this.looks);
+      drawRow(this, row, this.styles);
       context.globalAlpha = 1;
       if (shown.memory) drawMemory(this, row, this.most, this.limit);
     }
@@ -96,11 +96,11 @@ class Page {
   }
 
   drawChains() {
-    const { shown, selected, brushes, looks } = this;
-    if (shown.critical) this.timelines.forEach((timeline, number) => drawChain(this, timeline, this.paths[number], brushes.critical, looks));
+    const { shown, selected, brushes, styles } = this;
+    if (shown.critical) this.timelines.forEach((timeline, number) => drawChain(this, timeline, this.paths[number], brushes.critical, styles));
     if (!selected) return;
-    drawDependents(this, selected.timeline, selected.cell, selected.dependents, looks);
-    drawChain(this, selected.timeline, selected.chain, brushes.ink, looks);
+    drawDependents(this, selected.timeline, selected.cell, selected.dependents, styles);
+    drawChain(this, selected.timeline, selected.chain, brushes.ink, styles);
     drawRing(this, selected.timeline, selected.cell);
   }
 

@@ -4,12 +4,12 @@ class Timeline {
   constructor(facts, number) {
     Object.assign(this, facts);
     this.number = number;
-    const { first, start, end, look, step, posted, name } = facts.cells;
+    const { first, start, end, style, step, posted, name } = facts.cells;
     this.count = start.length;
     this.first = Int32Array.from(first);
     this.start = Float64Array.from(start);
     this.end = Float64Array.from(end);
-    this.look = Uint8Array.from(look);
+    this.style = Uint8Array.from(style);
     this.step = step && Int32Array.from(step);
     this.name = name;
     this.posted = new Uint8Array(this.count);

@@ -16,16 +16,16 @@ function swatch(colour, kind = "") {
 
 /** Of what a pointer can be at: a heading, a swatch for it, and rows of two texts. */
 const DESCRIPTIONS = {
-  action({ timeline, cell }, { looks }) {
+  action({ timeline, cell }, { styles }) {
     const rank = timeline.rank[cell];
-    const look = looks[timeline.look[cell]];
+    const style = styles[timeline.style[cell]];
     const rows = [["rank", `${rank}`]];
     if (timeline.step) rows.push(["step", `${timeline.step[cell]}`]);
     rows.push(["start", inWords(timeline.start[cell], 8)], ["end", inWords(timeline.end[cell], 8)]);
     rows.push(["duration", inWords(timeline.end[cell] - timeline.start[cell], 8)]);
     rows.push(["memory then", inWords(timeline.memoryAt(rank, timeline.start[cell]))]);
     rows.push(...waitedFor(timeline, cell));
-    return { heading: timeline.name[cell], aside: look.meaning, colour: look.colour, rows };
+    return { heading: timeline.name[cell], aside: style.meaning, colour: style.colour, rows };
   },
   wait({ timeline, wait, rank }, { causes, brushes }) {
     const { start, end, cause, why } = timeline.waits;
