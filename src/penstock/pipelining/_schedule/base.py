@@ -19,6 +19,7 @@ from penstock.pipelining._engine.program import Step
 from penstock.pipelining._engine.programs import Kept
 from penstock.pipelining._engine.selection import looked_at, shortcut
 from penstock.pipelining._schedule.passes import OrderError
+from penstock.pipelining._stage.sharded_batch import check_samples, count_samples, has_dtensors, restore_order
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._engine.program import Batch, Program
     from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._stage.sharded_batch import Samples
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
 
@@ -142,6 +144,8 @@ class _PipelineSchedule(ABC):
         vote: torch.Tensor | None = None
         for stage in stages:
             vote = stage._warmup_forward_vote(has_backward, received_acc=vote)
+        self._batch_samples = getattr(stages[-1], "_batch_samples", None)
+        check_samples(self._count_samples(), self._batch_samples, self._n_microbatches)
         for stage in reversed(stages):
             vote = stage._warmup_backward_result(received_result=vote)
             if vote is None:
@@ -171,9 +175,10 @@ class _PipelineSchedule(ABC):
             self._preparation.restore()
             return fwd_initialized, bwd_initialized
         stages = sorted(stages, key=lambda stage: stage.stage_index)
+        batch = next(iter(self._count_samples().values()), None)
         for stage in stages:
             if hasattr(stage, "_expect"):  # microbatches that differ in their shapes
-                stage._expect(*self._coming)
+                stage._expect(*self._coming, batch)
         if not fwd_initialized:
             self._warmup_p2p(stages, self._has_backward, connected)
         with _untouched_generators(stages):
@@ -191,6 +196,18 @@ class _PipelineSchedule(ABC):
     _was_cut_off = False
     #: What all microbatches of the step that begins are called with.
     _coming: tuple[list[Any], list[Any]] = ([], [])
+    #: The batch of the step that begins, and the target, if they are not split yet.
+    _whole: tuple[Any, Any, Any] | None = None
+    #: The samples of the batch; None if it was split by the user.
+    _batch_samples: Samples | None = None
+
+    def _count_samples(self) -> dict[str, Samples]:
+        """Count the samples of what this rank splits, the batch first."""
+        if self._whole is None:
+            return {}
+        specs = self._args_chunk_spec, self._kwargs_chunk_spec, replaceable()._TARGET_CHUNK_SPEC
+        named = zip(("args", "kwargs", "target"), self._whole, specs, strict=True)
+        return {place: samples for each in named for place, samples in count_samples(*each).items()}
 
     def _prepare_forwards(self, stages: list[Any], args: Any, kwargs: Any) -> None:
         passed: Any = None
@@ -279,7 +296,7 @@ class _PipelineSchedule(ABC):
         try:
             self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
         except BaseException:
-            self._coming = ([], [])
+            self._coming, self._whole = ([], []), None
             _end(stages, failed=True)
             raise
         _end(stages)
@@ -299,6 +316,7 @@ class _PipelineSchedule(ABC):
                 _check_split(split, args, kwargs, target)
                 return split["arg_mbs"], split["kwarg_mbs"], split["target_mbs"]
         arg_mbs, kwarg_mbs = self._split_inputs(args, kwargs)
+        self._whole = args, kwargs, target
         if target is None:
             return arg_mbs, kwarg_mbs, None
         names = replaceable()
@@ -318,7 +336,11 @@ class _PipelineSchedule(ABC):
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
         """The outputs of all microbatches as one; along dimension 0 unless told otherwise."""
-        return replaceable().merge_chunks(output_chunks, self._output_merge_spec)
+        merged = replaceable().merge_chunks(output_chunks, self._output_merge_spec)
+        batch = self._batch_samples
+        if batch is None or (batch.is_whole and not has_dtensors(merged)):
+            return merged
+        return restore_order(merged, self._output_merge_spec, batch, self._n_microbatches)
 
     def _check_inputs(
         self,
@@ -368,7 +390,7 @@ class _PipelineSchedule(ABC):
         made = program(way)
         self._coming = arg_mbs, kwarg_mbs
         initialize(arg_mbs[0], kwarg_mbs[0], None if targets is None else targets[0], batch.loss_kwargs)
-        self._coming = ([], [])
+        self._coming, self._whole = ([], []), None
         step = self._new_step(batch, arg_mbs, kwarg_mbs)
         with looked_at(stages, customs, way):
             self._run(made, step)

@@ -18,6 +18,7 @@ from penstock.execution.preserved_state import untouched
 from penstock.pipelining._backward import _autograd_grad_for_inputs
 from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
 from penstock.pipelining._stage.base import _PipelineStageBase
+from penstock.pipelining._stage.sharded_batch import NOT_KNOWN, Samples
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -44,47 +45,55 @@ class StageInference(_PipelineStageBase):
     _user_meta: _StageMeta
     _inference_mode: InferenceMode | None = None
     _coming: tuple[list[Any], list[Any]] = ([], [])
+    #: The samples of the batch in all, and on this rank of the first stage; None if they are not known.
+    _batch_samples: Samples | None = None
     _fwd_outputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_inputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_kwargs_tensors_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
 
-    def _expect(self, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> None:
-        """Be told, before stages are prepared, what all microbatches are called with: they may differ in shapes."""
+    def _expect(self, arg_mbs: list[Any], kwarg_mbs: list[Any], batch: Samples | None) -> None:
+        """Take, before stages are prepared, what all microbatches are called with: they may differ in shapes."""
         self._coming = arg_mbs, kwarg_mbs
+        self._batch_samples = batch if self.is_first else None
 
     def _is_same_rank(self, other_stage: int) -> bool:
         return self.stage_index_to_group_rank[other_stage] == self.group_rank
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
-        """Vote, and tell the next stage whether all up to here have examples enough: 1 if so, else 0.
+        """Vote, and send the next stage whether all up to here have examples enough: 1 if so, else 0.
+
+        Beside the vote go the samples of the batch in all, and on this rank of the first stage.
 
         Args:
             has_backward: whether gradients are needed.
-            received_acc: what a stage before on the same rank has told.
+            received_acc: what the stage before has returned, on the same rank.
         """
         uneven = self.is_first and len(set(kinds_of(*self._coming)[0])) > 1
         vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
-        votes = torch.tensor([vote], dtype=torch.int32, device=self.device)
+        votes = torch.tensor([vote, *(self._batch_samples or NOT_KNOWN)], dtype=torch.int32, device=self.device)
         if not self.is_first:
-            votes = votes * self._told(received_acc, self.stage_index - 1)
+            received = self._told(received_acc, self.stage_index - 1, len(votes))
+            votes = torch.cat([votes[:1] * received[:1], received[1:]])
+            samples = Samples(*votes[1:].tolist())
+            self._batch_samples = None if samples == NOT_KNOWN else samples
         if not self.is_last and not self._is_same_rank(self.stage_index + 1):
             dist.send(votes, dst=self._resolve_peer_global_rank(self.stage_index + 1), group=self.group)
         return votes
 
     def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
-        """Take the outcome of the vote, and tell the stage before."""
+        """Take the outcome of the vote, and send it to the stage before."""
         following = self.stage_index if self.is_last else self.stage_index + 1
-        result = self._told(received_result, following)
+        result = self._told(received_result, following, 1)[:1]
         if not self.is_first and not self._is_same_rank(self.stage_index - 1):
             dist.send(result, dst=self._resolve_peer_global_rank(self.stage_index - 1), group=self.group)
         return result
 
-    def _told(self, here: torch.Tensor | None, stage: int) -> torch.Tensor:
-        """A number from another stage."""
+    def _told(self, here: torch.Tensor | None, stage: int, count: int) -> torch.Tensor:
+        """Numbers from another stage."""
         if not self._is_same_rank(stage):
-            number = torch.zeros(1, dtype=torch.int32, device=self.device)
-            dist.recv(number, src=self._resolve_peer_global_rank(stage), group=self.group)
-            return number
+            numbers = torch.zeros(count, dtype=torch.int32, device=self.device)
+            dist.recv(numbers, src=self._resolve_peer_global_rank(stage), group=self.group)
+            return numbers
         if here is None:
             raise AssertionError(f"stage {self.stage_index}: the vote of stage {stage}, on the same rank, is missing")
         return here
