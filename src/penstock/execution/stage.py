@@ -17,7 +17,7 @@ from penstock.execution.trees import map_tensors
 from penstock.graph.heap import keep_all_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.autograd.graph import GradientEdge
 
@@ -145,6 +145,11 @@ class Stage:
                 stage=self.index,
             )
         return ()
+
+
+def device_of(stages: Mapping[int, Stage]) -> torch.device:
+    """The device of a rank: that of its first stage, and torch's default device on a rank without stages."""
+    return next((stage.device for stage in stages.values()), torch.get_default_device())
 
 
 def _known(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError, StageError
+from penstock.execution.stage import device_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +66,7 @@ def clip_grad_norm_(
         with torch.no_grad():
             for gradient in local_gradients(parameters):
                 gradient.mul_(scale)
-    device = next(iter(stages.values())).device
-    return torch.tensor(total, dtype=torch.float64 if any(widths) else torch.float32, device=device)
+    return torch.tensor(total, dtype=torch.float64 if any(widths) else torch.float32, device=device_of(stages))
 
 
 def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:

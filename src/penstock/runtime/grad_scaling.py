@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.errors import StageError
+from penstock.execution.stage import device_of
 from penstock.runtime.grad_clipping import local_gradients, parameters_of, shared_norm
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ class Scaling:
 
     The scale goes into the gradient of the losses, so losses stay as they are, and gradients are scaled when the step
     ends. Then ``scaler.unscale_``, ``scaler.step`` and ``scaler.update`` are used on every rank as if there were no
-    other: they take the same decision everywhere, because an overflow on one rank is made one on all.
+    other: they take the same decision everywhere, because an overflow on one rank is made one on all. A rank without
+    stages has nothing to scale, and its scaler is not used.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, stages: Mapping[int, Stage], transport: Transport) -> None:
@@ -43,9 +45,9 @@ class Scaling:
 
     def begin(self) -> float:
         """A step begins: what the gradient of a loss is multiplied by."""
-        device = next(iter(self._stages.values())).device
-        one: Any = self._scaler.scale(torch.ones((), device=device))
-        self._scale = float(one)
+        if self._stages:
+            one: Any = self._scaler.scale(torch.ones((), device=device_of(self._stages)))
+            self._scale = float(one)
         return self._scale
 
     def agree(self) -> None:
@@ -54,9 +56,10 @@ class Scaling:
             return
         parameters = parameters_of(self._stages)
         overflow = not math.isfinite(shared_norm(parameters, math.inf))
-        told = [_TOLD.unpack(data) for data in self._transport.exchange(_TOLD.pack(self._scale, overflow))]
+        mine = _TOLD.pack(self._scale if self._stages else math.nan, overflow)
+        told = [_TOLD.unpack(data) for data in self._transport.exchange(mine)]
         for rank, (scale, _) in enumerate(told):
-            if scale != self._scale:
+            if self._stages and scale != self._scale and not math.isnan(scale):
                 raise StageError(
                     f"rank {rank} has scaled its gradients by {scale:g}, rank {self._transport.rank} by "
                     f"{self._scale:g}: begin with equal scalers, and call step and update on every rank"

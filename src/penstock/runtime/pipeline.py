@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError, StageError, StepError
 from penstock.execution.data_parallel import in_step, reductions_of
 from penstock.execution.edges import ABSENT
 from penstock.execution.microbatches.merge import merge
-from penstock.execution.stage import Stage
+from penstock.execution.stage import Stage, device_of
 from penstock.execution.step import Step, unlike_samples
 from penstock.execution.training_check import TrainingCheck
 from penstock.execution.trees import map_tensors
@@ -454,8 +454,7 @@ class Pipeline:
     def _report(self, step: Step, losses: MutableSequence[torch.Tensor] | None) -> None:
         found = [loss for loss in step.losses if loss is not None]
         if self._share_losses:
-            source, device = self.schedule.placement.rank_of[-1], next(iter(self._stages.values())).device
-            found = shared(found, self.transport, source, device)
+            found = shared(found, self.transport, self.schedule.placement.rank_of[-1], device_of(self._stages))
         if losses is not None:
             losses.extend(found)
 
