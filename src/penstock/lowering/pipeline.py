@@ -22,7 +22,8 @@ from penstock.lowering.reduce_gradients import reduce_gradients
 from penstock.lowering.rows import table_of
 from penstock.lowering.send_receive import send_receive_with_turns
 from penstock.lowering.unshard_reshard import unshard_reshard
-from penstock.verification.check import DEFAULT_MODEL, verify, verify_change, verify_structure
+from penstock.verification.check import DEFAULT_MODEL, verify_change, verify_structure
+from penstock.verification.check import verify as prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,10 +46,11 @@ def lower(
     defer_receives: bool = False,
     look_ahead: int | None = None,
     model: CommModel | None = None,
+    verify: bool = True,
 ) -> Schedule:
     """Add everything that a real run needs to a compute schedule; the input stays as it is.
 
-    The input is proved, and what every pass makes of it.
+    The input is proved, and what every pass makes of it, unless ``verify`` is False.
 
     >>> from penstock.schedules.registry import build
     >>> print(lower(build("GPipe", ranks=2, microbatches=1), unshard=False).grid())
@@ -68,9 +70,11 @@ def lower(
             message waits for another, a ``Pipeline`` posts receives early whatever the rows say.)
         model: how communication behaves: what the result is proved for. By default the harshest that torch.distributed
             can show; with ``defer_receives`` one without lanes, since late receives get into each other's way in them.
+        verify: prove the schedule before and after every pass.
 
     Raises:
         VerificationError: the schedule would not run; says everything that is wrong with it.
+        ScheduleError: there is no order for the transfers, which shows without a proof.
     """
     if not isinstance(schedule, Schedule):
         raise ScheduleError(f"a Schedule can be lowered, not {schedule!r}")
@@ -79,9 +83,9 @@ def lower(
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
     # That the compute actions do not wait in a circle is proved when they take turns, with their transfers.
-    actions, turns = table_of(verify_structure(schedule)), None
+    actions, turns = table_of(verify_structure(schedule) if verify else schedule), None
     if merge_backward:
-        actions = _merge_backwards(actions)
+        actions = _merge_backwards(actions, verify=verify)
     for lowering in _lowerings(
         max_active_stages=max_active_stages if unshard else None,
         reduce=reduce,
@@ -91,9 +95,13 @@ def lower(
         try:
             lowered, turns = lowering.run(actions, turns)
         except ScheduleError:
-            verify(schedule)  # the compute actions wait in a circle, most likely: then this shows it
+            if verify:
+                prove(schedule)  # the compute actions wait in a circle, most likely: then this shows it
             raise
-        actions = verify_change(actions, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
+        if verify:
+            actions = verify_change(actions, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
+        else:
+            actions = table_of(lowered)
     return actions.schedule
 
 
@@ -124,8 +132,9 @@ def _lowerings(
         yield _Lowering(partial(defer_with_turns, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
 
 
-def _merge_backwards(actions: ActionTable) -> ActionTable:
-    return verify_structure(merge_backward(actions))
+def _merge_backwards(actions: ActionTable, *, verify: bool) -> ActionTable:
+    merged = merge_backward(actions)
+    return verify_structure(merged) if verify else table_of(merged)
 
 
 def _without_turns(run: Callable[[ActionTable], Schedule]) -> Pass:

@@ -101,7 +101,7 @@ class Pipeline:
         scaler: multiplies the gradients; each rank has one, and calls its ``step`` and ``update`` as ever.
         allow_untrained: accept a step that trains nothing, or leaves a stage untrained whose parameters require
             gradients, e.g. because its output is detached.
-        verify: prove the schedule for this transport before anything runs.
+        verify: prove the schedule for this transport before anything runs; also the one that ``eval`` runs.
         timeout: how many seconds a rank may wait for another before the step ends on all ranks with a report.
     """
 
@@ -351,14 +351,21 @@ class Pipeline:
 
     def _lowered(self, schedule: Schedule, model: CommModel) -> Schedule:
         if schedule.compute_only:
-            return lower(schedule, model=model)
+            return lower(schedule, model=model, verify=self._verify)
         if self._verify:
             prove(schedule, model=model)
         return schedule
 
     def _new_programs(self) -> Programs:
         """Programs for the transport that there is now."""
-        return Programs(self.schedule, self._stages, self.transport, shapes=self._shapes, loss_fn=self._loss_fn)
+        return Programs(
+            self.schedule,
+            self._stages,
+            self.transport,
+            shapes=self._shapes,
+            loss_fn=self._loss_fn,
+            verify=self._verify,
+        )
 
     def _check_stages(self) -> None:
         schedule, rank = self.schedule, self.transport.rank

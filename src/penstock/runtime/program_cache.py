@@ -45,6 +45,7 @@ class Programs:
         transport: what they talk by.
         shapes: how it is known what goes over an edge.
         loss_fn: the loss of a microbatch, if there is one.
+        verify: whether to prove the schedule of an evaluation.
 
     Attributes:
         edges: the edges of training, by the stage that they come from; None until ranks have agreed on them.
@@ -59,6 +60,7 @@ class Programs:
         *,
         shapes: str | Mapping[int, Any],
         loss_fn: LossFunction | None,
+        verify: bool,
     ) -> None:
         self.edges: dict[int, Edge] | None = None
         self.samples: Sequence[int] | None = None
@@ -67,6 +69,7 @@ class Programs:
         self._transport = transport
         self._shapes = shapes
         self._loss_fn = loss_fn
+        self._verify = verify
         self._made: dict[str, Program] = {}
         self._seen: Any = None
         self._seen_form: Any = None
@@ -96,7 +99,8 @@ class Programs:
                 placement=self._schedule.placement,
                 microbatches=self._schedule.microbatches,
             )
-            lowered = lower(schedule, reduce=False, model=in_view_of_headers(self._transport.model))
+            model = in_view_of_headers(self._transport.model)
+            lowered = lower(schedule, reduce=False, model=model, verify=self._verify)
             edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._touching()}
             self._made[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None, customized)
         return self._made[name]
