@@ -411,4 +411,4 @@ Pipeline({1: torch.nn.Linear(4, 4)}, ps.build("1F1B", ranks=2, microbatches=2), 
 """),
     )
     assert result.returncode == 1
-    assert "TransportError: rank 1 has lost the store while it waited for the other ranks" in result.stderr
+    assert "TransportError: rank 1 lost the store while waiting for the other ranks" in result.stderr

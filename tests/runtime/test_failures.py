@@ -29,7 +29,7 @@ from penstock.execution.value_spec import EdgeMeta, TensorMeta
 from penstock.execution.wire_format import VERSION
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Microbatches, Pipeline, Stage, run_in_threads
-from penstock.runtime.transport import distributed
+from penstock.runtime.transport import connecting, distributed
 from runtime.faults import (
     MICROBATCHES,
     Faulty,
@@ -261,18 +261,18 @@ def test_a_rank_that_is_killed_while_shapes_are_agreed_is_named_by_all():
 
 def dies_while_ranks_connect(rank, ranks, *, group):
     """When the others know its address, and have not used it yet."""
-    private_group = distributed.PrivateGroup
+    private_group = connecting.PrivateGroup
     processes = [None] * ranks
     dist.all_gather_object(processes, os.getpid(), group)
 
-    def connecting(*args):
+    def connect(*args):
         if rank == 0:
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
         else:
             wait_for_the_end_of(processes[0])
         return private_group(*args)
 
-    distributed.PrivateGroup = connecting
+    connecting.PrivateGroup = connect
     begin = time.monotonic()
     with pytest.raises((TransportError, StepError)) as caught:
         distributed.DistributedTransport(group, timeout=3.0)
@@ -332,7 +332,7 @@ def test_a_stalled_rank(workers):
     assert len({(rank, message) for rank, message, _ in results}) == 1
     message = results[0][1]
     # Rank 2, which waits for rank 1, may be the first to tell.
-    assert re.search(r"rank 1(, which)? waits in 1RECV_F1 for rank 0, which is in 0F1 since \d s", message), message
+    assert re.search(r"rank 1(, which)? waits in 1RECV_F1 for rank 0, which has been in 0F1 for \d s", message), message
     assert all(dropped for _, _, dropped in results)
 
 
@@ -350,8 +350,8 @@ def one_is_late(rank, ranks, *, group):
 
 def test_a_rank_that_is_late_for_a_step(workers):
     first, *others = workers.run(one_is_late, ranks=2)
-    assert first.startswith("the pipeline has failed and must be rebuilt; what happened: rank 1 waits in")
-    assert all("waits in 1RECV_F0 for rank 0, which is between two steps" in message for message in others)
+    assert first.startswith("the pipeline has failed and must be rebuilt; the cause: rank 1 waits in")
+    assert all("waits in 1RECV_F0 for rank 0, which is between steps" in message for message in others)
 
 
 def one_leaves_early(rank, ranks, calls, *, group):
@@ -375,7 +375,7 @@ def test_a_rank_that_has_closed_its_pipeline_is_named(workers):
     errors, _ = workers.run(one_leaves_early, [call, clip], ranks=2)
     for error, place in zip(errors, [r"0\w+", r"clip_grad_norm_\(\)"], strict=True):
         assert isinstance(error, StepError)
-        left = "which has closed its pipeline after 2 steps: each rank must take as many"
+        left = "which closed its pipeline after 2 steps; all ranks must run the same number of steps"
         assert re.search(f"rank 0 waits in {place} for rank 1, {left}", str(error)), str(error)
         assert error.seconds < SOON
 
@@ -481,9 +481,7 @@ def test_a_wrong_value_in_the_middle_microbatch_in_threads():
 
         errors = run_in_threads(worker, 3, timeout=60)
         # A rank that comes late to the step is told that it was over before.
-        told = {
-            str(error).removeprefix("the pipeline has failed and must be rebuilt; what happened: ") for error in errors
-        }
+        told = {str(error).removeprefix("the pipeline has failed and must be rebuilt; the cause: ") for error in errors}
         assert len(told) == 1
         assert SAID[change] in told.pop()
 
@@ -874,8 +872,8 @@ DIFFERENT = {
     "shapes": r"rank \d has been given another kind of shapes than rank \d: '\w+' there, '\w+' here",
     "share_losses": r"rank \d has been given another share_losses than rank \d: '\w+' there",
     "interrupted": r"rank 1 failed: KeyboardInterrupt: no message",
-    "missing": r"not all ranks make their Pipeline: rank \d has waited \d s for a word of rank 1, which has not come",
-    "late": r"not all ranks make their Pipeline: rank \d has waited \d s for a word of rank 1, which has not come",
+    "missing": r"not every rank has created its Pipeline: rank \d waited \d s for a message from rank 1;",
+    "late": r"not every rank has created its Pipeline: rank \d waited \d s for a message from rank 1;",
 }
 
 
@@ -924,7 +922,7 @@ def test_constructors_that_do_not_fit():
 
 def dies_while_connecting(rank, ranks, *, group):
     if rank == 1:
-        distributed.PrivateGroup = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        connecting.PrivateGroup = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     error = error_of(
         lambda: Pipeline(
             {rank: Faulty(rank)},

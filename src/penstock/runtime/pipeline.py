@@ -475,7 +475,7 @@ class Pipeline:
     def _enter(self, call: str) -> None:
         """Begin a call, unless the pipeline has failed; if another rank waits for this one, it is told which call."""
         self.transport.progress.call = call
-        failure = self.transport.failure(known=_ASKED_EVERY)
+        failure = self.transport.failure(max_age=_ASKED_EVERY)
         if failure is not None:
             self._telling.leave_nothing()
             raise pipeline_failed_error(failure)

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.runtime.transport.protocol import Failure
-from penstock.runtime.transport.status_board import RankStatus, StatusBoard, decoded, encoded
+from penstock.runtime.transport.status_board import RankStatus, StatusBoard, decode, encode
 from penstock.runtime.transport.watchdog import trace_waits
 
 FAILURE = Failure(2, "rank 2 raised ValueError: \N{SNOWMAN}", "2F0", 2, 0, "Traceback ...")
@@ -25,12 +25,12 @@ def test_the_first_failure_wins(store):
 
 @pytest.mark.parametrize("failure", [FAILURE, Failure(0, "")])
 def test_there_and_back(failure):
-    assert decoded(encoded(failure).encode(), 1) == failure
+    assert decode(encode(failure).encode(), 1) == failure
 
 
 def test_a_long_failure_is_cut():
-    text = encoded(Failure(1, "a" + "\N{SNOWMAN}" * 100_000 + "z", traceback="a" + "\0" * 100_000 + "the end"))
-    failure = decoded(text.encode(), 0)
+    text = encode(Failure(1, "a" + "\N{SNOWMAN}" * 100_000 + "z", traceback="a" + "\0" * 100_000 + "the end"))
+    failure = decode(text.encode(), 0)
     assert failure.message.startswith("a")
     assert failure.message.endswith("z")
     assert "cut" in failure.message
@@ -47,10 +47,10 @@ def test_a_long_failure_is_cut():
         b"[]",
         b"7",
         b'{"version": 1}',
-        b'{"version": 2' + encoded(FAILURE).encode()[13:],
-        b" " * 1_000_000 + encoded(FAILURE).encode(),
+        b'{"version": 2' + encode(FAILURE).encode()[13:],
+        b" " * 1_000_000 + encode(FAILURE).encode(),
         *(
-            json.dumps(json.loads(encoded(FAILURE)) | wrong).encode()
+            json.dumps(json.loads(encode(FAILURE)) | wrong).encode()
             for wrong in (
                 {"rank": -1},
                 {"rank": None},
@@ -67,9 +67,9 @@ def test_a_long_failure_is_cut():
     ],
 )
 def test_garbage_is_a_failure_that_says_so(data):
-    failure = decoded(data, 3)
+    failure = decode(data, 3)
     assert failure.rank == 3
-    assert f"a failure was told that cannot be read: {len(data)} bytes, b'" in failure.message
+    assert f"a rank reported a failure that could not be decoded ({len(data)} bytes: b'" in failure.message
     assert len(failure.message) < 400
 
 
@@ -81,22 +81,27 @@ def test_trace_waits(store):
         4: RankStatus("4RECV_F0", 3, 30),
         5: RankStatus(None, None, 0),
         6: RankStatus("6RECV_F0", 0, 0.2),
+        8: RankStatus(None, None, 0, closed_after=1),
     }
     for rank, status in statuses.items():
-        StatusBoard(store, rank, 8).publish_status(status)
-    board = StatusBoard(store, 2, 8)
+        StatusBoard(store, rank, 9).publish_status(status)
+    board = StatusBoard(store, 2, 9)
 
-    def told(peer):
+    def waits(peer):
         return trace_waits(board, 2, "2RECV_F3", peer)
 
-    assert told(0) == "rank 2 waits in 2RECV_F3 for rank 0, which is in 0F1 since 31 s"
+    assert waits(0) == "rank 2 waits in 2RECV_F3 for rank 0, which has been in 0F1 for 31 s"
     assert (
-        told(1) == "rank 2 waits in 2RECV_F3 for rank 1, which waits in 1RECV_F3 for rank 0, which is in 0F1 since 31 s"
+        waits(1)
+        == "rank 2 waits in 2RECV_F3 for rank 1, which waits in 1RECV_F3 for rank 0, which has been in 0F1 for 31 s"
     )
-    assert "rank 3, which waits in 3RECV_B0 for rank 4, which waits in 4RECV_F0 for rank 3: each rank must" in told(3)
-    assert told(5).endswith("for rank 5, which is between two steps: each rank must take as many, of the same kind")
-    assert told(6).endswith("for rank 6, which is in 6RECV_F0 since 0 s")
-    assert told(7).endswith("for rank 7, which has not begun a step")
+    assert "rank 3, which waits in 3RECV_B0 for rank 4, which waits in 4RECV_F0 for rank 3; all ranks must" in waits(3)
+    assert waits(8).endswith(
+        "for rank 8, which closed its pipeline after 1 step; all ranks must run the same number of steps"
+    )
+    assert waits(5).endswith("for rank 5, which is between steps; all ranks must run the same steps")
+    assert waits(6).endswith("for rank 6, which has been in 6RECV_F0 for 0 s")
+    assert waits(7).endswith("for rank 7, which has not started a step")
 
 
 def test_a_rank_that_is_silent(store):
@@ -104,13 +109,13 @@ def test_a_rank_that_is_silent(store):
     store.set("status/1", "garbage")
     store.set("status/2", json.dumps({"label": 7, "peer": None, "seconds": 1, "at": 0}))
     board = StatusBoard(store, 3, 4)
-    assert "which was in 0F1, and has not been heard of for" in trace_waits(board, 3, "3F0", 0)
+    assert "which was in 0F1 and has not reported for" in trace_waits(board, 3, "3F0", 0)
     assert board.status(1) is None
     assert board.status(2) is None
 
 
-def test_a_chain_is_not_told_for_ever(store):
+def test_a_long_chain_is_cut(store):
     for rank in range(100):
         StatusBoard(store, rank, 101).publish_status(RankStatus(f"{rank}F0", rank + 1, 30))
-    told = trace_waits(StatusBoard(store, 0, 101), 0, "0F0", 1)
-    assert "88 more ranks, and finally for rank 100, which has not begun a step" in told
+    text = trace_waits(StatusBoard(store, 0, 101), 0, "0F0", 1)
+    assert "88 more ranks, and finally for rank 100, which has not started a step" in text

@@ -1,1 +1,1 @@
-"""How tensors get from rank to rank."""
+"""Moves tensors between ranks, and reports the failure of one to all: on processes, or on threads."""

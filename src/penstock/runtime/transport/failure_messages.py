@@ -1,25 +1,25 @@
-"""A failure, put into an exception and into words."""
+"""Puts a failure into words, and into the exception that every rank raises."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from penstock.errors import StepError
+from penstock.runtime.transport.backend_errors import reason_of
+from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
     from penstock.execution.transport import Progress
-    from penstock.runtime.transport.protocol import Failure
 
 
 def step_error(failure: Failure, *, traceback: bool = True) -> StepError:
-    """What every rank raises when a step has failed; with its traceback as a note if asked for."""
+    """What every rank raises when a step has failed; with the failing rank's traceback as a note, if asked for."""
     return _error(failure, failure.message, traceback)
 
 
 def pipeline_failed_error(failure: Failure) -> StepError:
     """What every later call raises."""
-    told = f"the pipeline has failed and must be rebuilt; what happened: {failure.message}"
-    return _error(failure, told, traceback=True)
+    return _error(failure, f"the pipeline has failed and must be rebuilt; the cause: {failure.message}", traceback=True)
 
 
 def _error(failure: Failure, message: str, traceback: bool) -> StepError:
@@ -36,14 +36,32 @@ def _error(failure: Failure, message: str, traceback: bool) -> StepError:
     return error
 
 
+def lost_connection(rank: int, peer: int | None, label: str | None, error: BaseException) -> Failure:
+    """Describe a connection of a rank that was lost without a reported failure; the peer is unknown if None."""
+    connection = "a connection" if peer is None else f"the connection to rank {peer}"
+    where = "" if label is None else f" in {label}"
+    process = "the process at the other end" if peer is None else f"the process of rank {peer}"
+    message = f"rank {rank} lost {connection}{where}; {process} may have been killed or have exited early"
+    return Failure(rank if peer is None else peer, f"{message} ({reason_of(error)})", label)
+
+
+def lost_store(rank: int, label: str | None, error: BaseException) -> Failure:
+    """Describe the loss of the store."""
+    message = (
+        f"rank {rank} lost the store; the process that hosts it (usually rank 0) may have been killed, "
+        f"or have exited after fewer steps than the others ({reason_of(error)})"
+    )
+    return Failure(rank, message, label)
+
+
 def label_of(progress: Progress) -> str | None:
-    """The text of the operation under way, or of what it waits for; None between steps."""
+    """The text of the current operation, or of what it waits for; None between steps."""
     waits = progress.waiting and progress.waits
     index, labels = progress.index, waits or progress.labels  # another thread may write them
     return labels[index] if 0 <= index < len(labels) else None
 
 
 def peer_of(progress: Progress) -> int | None:
-    """The rank that the operation under way waits for, or may have to, if it does not tell."""
+    """The rank that the current operation waits for, or may have to wait for if that is not known."""
     index, peers = progress.index, progress.peers
     return peers[index] if progress.waiting is not False and 0 <= index < len(peers) else None

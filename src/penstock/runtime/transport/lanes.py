@@ -1,6 +1,6 @@
-"""The lanes of a communication model: what has been posted, and what may end.
+"""The lanes of a communication model: which transfers are posted, and which may complete.
 
-No thread and no lock is in here: whoever uses it sees to it that one call is made at a time.
+It has no threads and no locks: its user makes one call at a time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class PostedTransfer:
     """A send or a receive that has been posted.
 
     Attributes:
-        label: what its rank was at when it posted it.
-        ended: whether it is done, or never will be.
-        error: why it never will be.
+        label: the operation of its rank that posted it.
+        is_done: whether it has completed, or failed.
+        error: why it failed.
     """
 
-    __slots__ = ("ended", "error", "label", "peer", "rank", "sends", "tag", "tensor")
+    __slots__ = ("error", "is_done", "label", "peer", "rank", "sends", "tag", "tensor")
 
     def __init__(self, rank: int, peer: int, tag: int, tensor: torch.Tensor, label: str | None, *, sends: bool) -> None:
         self.rank = rank
@@ -37,17 +37,17 @@ class PostedTransfer:
         self.tensor: torch.Tensor | None = tensor
         self.label = label or f"a {'send to' if sends else 'receive from'} rank {peer} (tag {tag})"
         self.sends = sends
-        self.ended = False
+        self.is_done = False
         self.error: MetadataError | None = None
 
     @property
     def message(self) -> Message:
-        """What it sends or receives."""
+        """The message that it sends or receives."""
         return (self.rank, self.peer, self.tag) if self.sends else (self.peer, self.rank, self.tag)
 
 
 class Lanes:
-    """Queues of transfers. The head of each may end, as the model says; what is behind it waits."""
+    """Queues of transfers. Only the head of a queue may complete, when the model allows it; the others wait."""
 
     def __init__(self, model: CommModel) -> None:
         self.model = model
@@ -56,23 +56,23 @@ class Lanes:
         self._in_flight: dict[tuple[int, int], list[Message]] = defaultdict(list)
 
     def post(self, transfer: PostedTransfer) -> list[PostedTransfer]:
-        """Put a transfer into its lane; returns all that end by that."""
+        """Put a transfer into its lane; returns all transfers that complete because of it."""
         queue = self._queue(transfer.rank, transfer.peer, transfer.tag, sends=transfer.sends)
         queue.append(transfer)
-        ended: list[PostedTransfer] = []
+        done: list[PostedTransfer] = []
         queues = [queue] if queue[0] is transfer else []
         while queues:
             queue = queues.pop()
             if queue:
-                queues += self._move(queue, ended)
-        return ended
+                queues += self._move(queue, done)
+        return done
 
     def head(self, transfer: PostedTransfer) -> PostedTransfer:
-        """What is first in the lane of a transfer; itself, if it is."""
+        """The first transfer in the lane of a transfer, which may be itself."""
         return self._queue(transfer.rank, transfer.peer, transfer.tag, sends=transfer.sends)[0]
 
     def awaited(self, head: PostedTransfer) -> PostedTransfer | None:
-        """The transfer of the other rank that the head of a lane waits for; None if that has not been posted."""
+        """The transfer of the other rank that the head of a lane waits for; None if it has not been posted."""
         source, target, tag = self._in_flight[head.rank, head.peer][0] if self.is_full(head) else head.message
         receives = head.sends
         rank, peer = (target, source) if receives else (source, target)
@@ -95,14 +95,14 @@ class Lanes:
             return self._queues[rank, peer, sends]
         return self._queues[rank, peer, sends, tag]
 
-    def _move(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
-        """End the head of a lane if it can; returns the lanes that may move by that."""
+    def _move(self, queue: deque[PostedTransfer], done: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
+        """Complete the head of a lane if possible; returns the lanes whose heads may complete because of it."""
         if self.model.capacity == 0:
-            return self._meet(queue, ended)
-        return self._put(queue, ended) if queue[0].sends else self._take(queue, ended)
+            return self._match(queue, done)
+        return self._fill(queue, done) if queue[0].sends else self._drain(queue, done)
 
-    def _meet(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
-        """Rendezvous: a send and its receive end together, when both are at the heads of their lanes."""
+    def _match(self, queue: deque[PostedTransfer], done: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
+        """Rendezvous: a send and its receive complete together, when both are at the heads of their lanes."""
         head = queue[0]
         other_queue = self._queue(head.peer, head.rank, head.tag, sends=not head.sends)
         if not other_queue or other_queue[0].message != head.message or other_queue[0].sends == head.sends:
@@ -110,22 +110,22 @@ class Lanes:
         send, receive = (head, other_queue[0]) if head.sends else (other_queue[0], head)
         assert send.tensor is not None
         send.error = _copy(send.tensor, receive)
-        ended += [_end(queue), _end(other_queue)]
+        done += [_complete(queue), _complete(other_queue)]
         return [queue, other_queue]
 
-    def _put(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
-        """A send into a buffer ends when there is room for it."""
+    def _fill(self, queue: deque[PostedTransfer], done: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
+        """A send into a buffer completes when there is room for it."""
         send = queue[0]
         if not self._has_room(send):
             return []
         assert send.tensor is not None
         self._sent[send.message].append(send.tensor.detach().clone())
         self._in_flight[send.rank, send.peer].append(send.message)
-        ended.append(_end(queue))
+        done.append(_complete(queue))
         return [queue, self._queue(send.peer, send.rank, send.tag, sends=False)]
 
-    def _take(self, queue: deque[PostedTransfer], ended: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
-        """A receive out of a buffer ends when its message is there."""
+    def _drain(self, queue: deque[PostedTransfer], done: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
+        """A receive from a buffer completes when its message is there."""
         receive = queue[0]
         if not self._sent.get(receive.message):
             return []
@@ -133,12 +133,12 @@ class Lanes:
         self._in_flight[receive.peer, receive.rank].remove(receive.message)
         if not self._sent[receive.message]:
             del self._sent[receive.message]
-        ended.append(_end(queue))
-        # Room may be what a send of another tag waits for; where it is, no lane is per message.
+        done.append(_complete(queue))
+        # The room may admit a send of another tag. It is in this queue: lanes per message have unlimited room.
         return [queue, self._queue(receive.peer, receive.rank, receive.tag, sends=True)]
 
     def _has_room(self, send: PostedTransfer) -> bool:
-        """Several tensors of one tag, one after the other, are one message."""
+        """Whether a send fits into the buffer. Several tensors with one tag, one after the other, are one message."""
         capacity = self.model.capacity
         if capacity is None or self.model.lanes == "message":
             return True
@@ -146,20 +146,20 @@ class Lanes:
         return send.message in in_flight or len(set(in_flight)) < capacity
 
 
-def _end(queue: deque[PostedTransfer]) -> PostedTransfer:
+def _complete(queue: deque[PostedTransfer]) -> PostedTransfer:
     transfer = queue.popleft()
-    transfer.ended = True
+    transfer.is_done = True
     transfer.tensor = None
     return transfer
 
 
 def _copy(sent: torch.Tensor, receive: PostedTransfer) -> MetadataError | None:
-    """Copy what was sent into the tensor of a receive, or give both of them the error."""
+    """Copy what was sent into the tensor of a receive, or fail both; returns the error, if any."""
     target = receive.tensor
     assert target is not None
     if sent.shape != target.shape or sent.dtype != target.dtype:
         receive.error = MetadataError(
-            f"rank {receive.peer} sent {_describe(sent)}, rank {receive.rank} receives {_describe(target)}"
+            f"rank {receive.peer} sent {_describe(sent)}, but rank {receive.rank} expects {_describe(target)}"
             f" in {receive.label} (tag {receive.tag})"
         )
         return receive.error

@@ -1,4 +1,4 @@
-"""A few bytes from rank to rank through the store: for what is agreed before tensors flow, or beside them."""
+"""Short messages between ranks through the store: for what is agreed before tensors flow, or beside them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PenstockError, TransportError
+from penstock.runtime.transport.backend_errors import is_store_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Awaited(NamedTuple):
-    """What a rank waits for.
+    """The message that a rank waits for.
 
     Attributes:
-        key: under which the word will be.
-        peer: whose word it is.
+        key: its key in the store.
+        peer: the rank that sends it.
         since: when the wait began, on the monotonic clock.
     """
 
@@ -30,19 +31,19 @@ class Awaited(NamedTuple):
 
 
 class MessageTimeoutError(TransportError):
-    """A word has not come in time."""
+    """A message did not arrive in time."""
 
 
 class Mailbox:
-    """Words between pairs of ranks, and rounds in which every rank gives one to all.
+    """Messages between pairs of ranks, and rounds in which every rank sends one to all.
 
-    Every key is used once, and deleted once it has been read by all who read it.
+    Every key is used once, and deleted when all its readers have read it.
 
-    A wait lasts as long as the timeout, or until ``check`` raises because there has been a failure; it is called with
-    True to ask the store for it.
+    A wait lasts until the timeout, or until ``check`` raises because of a failure; ``check(True)`` asks the store for
+    one.
 
     Attributes:
-        awaited: what this rank waits for, so that another thread can end the wait, or tell of it.
+        awaited: what this rank waits for, so that another thread can end the wait or report it.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
@@ -56,12 +57,12 @@ class Mailbox:
         self._round = 0
 
     def send_bytes(self, peer: int, data: bytes) -> None:
-        """Leave a word for a peer."""
+        """Leave a message for a peer."""
         self._set(f"message/{self._rank}/{peer}/{self._sent[peer]}", data)
         self._sent[peer] += 1
 
     def receive_bytes(self, peer: int, check: Callable[[bool], None]) -> bytes:
-        """The next word of a peer."""
+        """Wait for the next message from a peer."""
         key = f"message/{peer}/{self._rank}/{self._received[peer]}"
         data = self._get(key, peer, check)
         self._received[peer] += 1
@@ -69,21 +70,21 @@ class Mailbox:
         return data
 
     def exchange(self, data: bytes, check: Callable[[bool], None]) -> list[bytes]:
-        """What every rank gave in this round."""
+        """Send a message to all ranks; returns those of all ranks in this round."""
         number = self._round
         self._round += 1
         self._set(f"round/{number}/{self._rank}", data)
-        given = [
+        messages = [
             data if rank == self._rank else self._get(f"round/{number}/{rank}", rank, check)
             for rank in range(self._ranks)
         ]
-        # Whoever has given in this round has read all of the round before.
+        # A rank that takes part in this round has read everything of the previous one.
         if number > 0:
             self._store.delete_key(f"round/{number - 1}/{self._rank}")
-        return given
+        return messages
 
     def _set(self, key: str, data: bytes) -> None:
-        # A key without a value is what ends a wait: so a word is never empty.
+        # An empty value ends a wait, so a message never is one.
         self._store.set(key, b"=" + data)  # type: ignore[arg-type]  # bytes are fine
 
     def _get(self, key: str, peer: int, check: Callable[[bool], None]) -> bytes:
@@ -95,15 +96,17 @@ class Mailbox:
             data = self._store.get(key)
         except RuntimeError as error:
             check(False)
-            if isinstance(error, PenstockError) or "timeout" not in str(error).lower():
+            if isinstance(error, PenstockError) or not is_store_timeout(error):
                 raise
-            waited = f"rank {self._rank} has waited {time.monotonic() - began:.0f} s for a word of rank {peer}"
-            told = f"{waited}, which has not come: it may hang, have failed on its own, or have been killed"
-            raise MessageTimeoutError(told, peer=peer) from None
+            raise MessageTimeoutError(
+                f"rank {self._rank} waited {time.monotonic() - began:.0f} s for a message from rank {peer}; "
+                f"rank {peer} may hang, have failed, or have been killed",
+                peer=peer,
+            ) from None
         finally:
             self.awaited = None
         if not data:
             check(True)
         if not data.startswith(b"="):
-            raise TransportError(f"the word of rank {peer} is damaged: {data[:60]!r}", peer=peer)
+            raise TransportError(f"the message from rank {peer} could not be decoded: {data[:60]!r}", peer=peer)
         return data[1:]

@@ -1,10 +1,10 @@
-"""A process group of the transport's own: its tags and its end touch nobody else."""
+"""The transport's own process group: its tags, and its end, affect no other group."""
 
 from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Tags that no transfer of a schedule has.
 WARM_UP_TAG: Final = 2**31 - 2
 _CLOSING_TAG: Final = 2**31 - 1
-#: What NCCL takes as it is, of what there usually is. Of other backends nothing is known: they get bytes.
+#: The common element types that NCCL moves as they are. Backends that are not listed get bytes.
 _NATIVE_DTYPES: Final = {
     "nccl": frozenset(
         {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -32,14 +32,14 @@ _NATIVE_DTYPES: Final = {
 
 
 class Work(Protocol):
-    """What torch gives for a transfer that has been posted."""
+    """What torch returns for a posted transfer."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Return when it is done."""
 
 
 class Connections(Protocol):
-    """What a process group or one of its backends has for transfers."""
+    """What a process group, or one of its backends, offers for transfers."""
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
         """Post a send."""
@@ -48,13 +48,13 @@ class Connections(Protocol):
         """Post a receive."""
 
     def abort(self) -> None:
-        """End everything that is under way, if the backend can."""
+        """Cancel everything in flight, if the backend can."""
 
 
 def backend_for(parent: dist.ProcessGroup, device: torch.device | None = None) -> tuple[str, torch.device]:
-    """The backend of a group for tensors on a device, and the device: by default that which the group is for.
+    """The backend of a group for tensors on a device, and the device: by default the one that the group is for.
 
-    The name of a group's backend does not tell: it is "undefined" if none was given, and there may be one per device.
+    The name of the group's backend is not enough: it is "undefined" if none was given, and each device may have one.
     """
     config = dist.get_backend_config(parent)
     backends = dict(pair.split(":", 1) for pair in config.split(","))
@@ -63,33 +63,42 @@ def backend_for(parent: dist.ProcessGroup, device: torch.device | None = None) -
         device = accelerator if accelerator is not None and accelerator.type in backends else torch.device("cpu")
     if device.type not in backends:
         raise TransportError(
-            f"the process group does not carry tensors on {device}, but {config}: "
-            f"call init_process_group with a backend for them, e.g. 'cpu:gloo,cuda:nccl'"
+            f"the process group has no backend for tensors on {device}, only {config}; "
+            f"call init_process_group with one, e.g. 'cpu:gloo,cuda:nccl'"
         )
     return backends[device.type], device
 
 
 def as_bytes(post: Post, native: frozenset[torch.dtype] = frozenset()) -> Post:
-    """Post the bytes of a tensor, unless its element type is one of those native: a backend may know few of them."""
+    """Post tensors as bytes, except those of the native element types: a backend may support only a few."""
 
     def post_bytes(tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
         if tensor.dtype not in native:
-            tensor = tensor.detach().view(-1).view(torch.uint8)  # one without dimensions has no bytes to view
+            tensor = tensor.detach().view(-1).view(torch.uint8)  # a tensor without dimensions has no bytes to view
         return post([tensor], peer, tag)
 
     return post_bytes
 
 
-class PrivateGroup:
-    """Connections between the ranks of a group, apart from all others.
+def refuse_with(error: Callable[[], Exception]) -> Post:
+    """A post that raises: it replaces the real one, so that nothing needs to be checked before each post."""
 
-    For gloo it is the bare backend: it costs less for each call than a process group, it is known to nobody else, and
-    its members need not have made the same number of other groups before. For any other backend it is a process group,
-    for which they must have: torch names it by that number.
+    def refuse(*_: object) -> NoReturn:
+        raise error()
+
+    return refuse
+
+
+class PrivateGroup:
+    """Connections between the ranks of a group, separate from all others.
+
+    With gloo it is the bare backend: each call costs less than with a process group, nothing else knows it, and its
+    members may have created different numbers of other groups before. With any other backend it is a process group,
+    and they may not: torch names it by that number.
 
     Attributes:
-        model: how they behave.
+        model: how transfers behave.
     """
 
     def __init__(self, parent: dist.ProcessGroup, store: Store, timeout: timedelta, backend: str) -> None:
@@ -98,7 +107,7 @@ class PrivateGroup:
         self._backend = backend
         self._is_gloo = backend == "gloo"
         if self._is_gloo:
-            # gloo matches messages by tag, in whichever order they were posted.
+            # gloo matches messages by tag, in any order of posting.
             self.model = CommModel("rendezvous", lanes="message")
             gloo = dist.ProcessGroupGloo(store, self._rank, self._ranks, timeout)
             self._connections: Connections | None = cast("Connections", gloo)
@@ -115,13 +124,13 @@ class PrivateGroup:
         """The functions that post a send and a receive; ranks are those in the group."""
         assert self._connections is not None
         send, receive = self._connections.send, self._connections.recv
-        if self._is_gloo:  # which moves bytes, whatever they mean
+        if self._is_gloo:  # it moves bytes of any element type
             return send, receive
         native = _NATIVE_DTYPES.get(self._backend, frozenset())
         return as_bytes(send, native), as_bytes(receive, native)
 
     def lost_peers(self) -> list[int]:
-        """The ranks to which the connection is closed, as far as that can be known. Only to be asked when one is."""
+        """The ranks to which the connection is closed, as far as is known. Ask only after one was lost."""
         found: list[int] = []
         if self._connections is None or not self._is_gloo:
             return found
@@ -134,7 +143,7 @@ class PrivateGroup:
         return found
 
     def end_waits(self) -> None:
-        """Make every wait for a transfer raise, here and at the peers. Nothing can be sent afterwards."""
+        """Make every wait for a transfer raise, here and on the peers. Nothing can be sent afterwards."""
         connections = self._connections
         if connections is None:
             return
@@ -143,14 +152,14 @@ class PrivateGroup:
                 connections.abort()
             return
         # Neither abort nor shutdown wakes a thread that waits. A wait that times out does: gloo then closes all pairs.
-        # A pair that is closed already would not let it wait: so each gets its turn.
+        # On a pair that is already closed the wait would raise instead of timing out, so every pair gets its turn.
         for peer in range(self._ranks):
             if peer != self._rank:
                 with contextlib.suppress(Exception):
                     connections.recv([torch.zeros(1)], peer, _CLOSING_TAG).wait(timedelta(milliseconds=1))
 
     def destroy(self) -> None:
-        """Give it back."""
+        """Release the connections."""
         self._connections = None
         if self._group is not None and dist.is_initialized():
             with contextlib.suppress(Exception):

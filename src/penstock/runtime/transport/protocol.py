@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport, and nothing more."""
+"""What the runtime requires of a transport."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a step ended early: what every rank tells its user.
+    """Why a step ended early, as every rank reports it.
 
     Attributes:
         rank: where it happened.
         message: what happened, in a sentence.
-        action: the text form of the action, if it happened in one.
+        action: the text of the action, if it happened in one.
         stage: its stage.
         microbatch: its microbatch.
         traceback: the traceback on that rank, as text.
@@ -36,7 +36,7 @@ class Failure:
 
 
 class Transport(Protocol):
-    """Moves tensors between the ranks of one pipeline, and the news that one of them has failed."""
+    """Moves tensors between the ranks of one pipeline, and reports the failure of one to all."""
 
     rank: int
     ranks: int
@@ -46,31 +46,31 @@ class Transport(Protocol):
     progress: Progress
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Bring up the given pairs of ranks in that order; name the pair that does not come up."""
+        """Connect the given pairs of ranks in that order; an error names the pair that fails."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Post a send of a contiguous tensor, which is not changed until it is done."""
+        """Post a send of a contiguous tensor, which must not change until it is done."""
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Post a receive into a contiguous tensor."""
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in the order of ranks. All ranks call it."""
+        """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
 
     def send_bytes(self, peer: int, data: bytes) -> None:
-        """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
+        """Send a few bytes to a peer, outside the lanes of tensors. They arrive in order."""
 
     def receive_bytes(self, peer: int) -> bytes:
-        """What the peer told next."""
+        """Wait for the next bytes from a peer."""
 
     def fail(self, failure: Failure) -> Failure:
-        """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
+        """Report a failure to every rank and end all waits; returns the one that was reported first."""
 
-    def failure(self, *, known: float = 0.0) -> Failure | None:
-        """The failure that was told, if any. What was asked less than `known` seconds ago is not asked again."""
+    def failure(self, *, max_age: float = 0.0) -> Failure | None:
+        """The failure that was reported, if any, as known at most `max_age` seconds ago."""
 
     def explain(self, error: BaseException) -> Failure | None:
-        """The failure behind an error that a wait raised, if the transport itself or another rank is the cause."""
+        """The failure behind an error that a wait raised, if the transport or another rank caused it."""
 
     def close(self) -> None:
-        """End threads and connections of this transport's own; safe to call twice."""
+        """End the threads and connections of this transport; safe to call twice."""

@@ -1,6 +1,6 @@
-"""What the ranks of a pipeline read of each other in the store: the failure, and how far everyone is.
+"""What the ranks of a pipeline publish in the store: a failure, and the status of each rank.
 
-Only JSON is written, of a bounded size; what is read is checked, since anyone may have written it.
+Only JSON is written, of a bounded size. What is read is checked, since any process may have written it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ if TYPE_CHECKING:
 
 _VERSION: Final = 1
 _FAILURE: Final = "failure"
-_ASKED: Final = "who is there"
-#: How many seconds a rank stays for the others to learn of a failure.
-_STAY: Final = 0.75
-#: Longer messages are cut in the middle; tracebacks at their beginning, the end says most.
-_MOST_MESSAGE: Final = 8_000
-_MOST_TRACEBACK: Final = 30_000
-#: JSON writes a character in at most twelve; with some room for the names.
-_MOST_BYTES: Final = 12 * (_MOST_MESSAGE + _MOST_TRACEBACK) + 4_000
+_ROLL_CALL: Final = "roll call"
+_ACKNOWLEDGED: Final = "acknowledged"
+#: How many seconds a rank waits for the others to learn of a failure.
+_ACKNOWLEDGE_GRACE: Final = 0.75
+#: A status that is older than this, in seconds, counts as silence; ranks publish about once per second.
+_SILENCE: Final = 5.0
+#: Longer messages are cut in the middle, longer tracebacks at the beginning: their end says most.
+_MAX_MESSAGE: Final = 8_000
+_MAX_TRACEBACK: Final = 30_000
+_MAX_LABEL: Final = 200
+#: JSON takes at most twelve characters for one; with some room for the names.
+_MAX_BYTES: Final = 12 * (_MAX_MESSAGE + _MAX_TRACEBACK) + 4_000
 
 
 class RankStatus(NamedTuple):
-    """Where a rank is, as it told last.
+    """Where a rank is, as it last published.
 
     Attributes:
         label: the text of its operation; None between steps.
         peer: the rank that it may have to wait for in it.
         seconds: how long it has been there.
-        silent_for: how long ago it told that, beyond what is usual.
-        closed_after: how many steps it had begun when it closed its pipeline; None if it has not.
+        silent_for: how many seconds ago it published that, if that is longer than usual; else 0.
+        closed_after: how many steps it had started when it closed its pipeline; None if it is open.
     """
 
     label: str | None
@@ -46,70 +50,75 @@ class RankStatus(NamedTuple):
 
     @property
     def is_closed(self) -> bool:
-        """Whether the rank is done, and gives nobody anything any more."""
+        """Whether the rank has closed its pipeline, and so sends nothing more."""
         return self.closed_after is not None
 
 
 class StatusBoard:
-    """The store, with a method for everything that is written to it or read from it."""
+    """The store, with a method for everything that is published there or read from it."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._knows_since: float | None = None
+        self._acknowledged_at: float | None = None
 
     def publish_failure(self, failure: Failure) -> Failure:
-        """Write a failure, unless there is one already; returns the one that is there."""
-        found = self._store.compare_set(_FAILURE, "", encoded(failure))
-        return decoded(found, self._rank)
+        """Publish a failure, unless there is one already; returns the published one."""
+        found = self._store.compare_set(_FAILURE, "", encode(failure))
+        return decode(found, self._rank)
 
     def failure(self) -> Failure | None:
-        """The failure that is there, if any."""
+        """The published failure, if any."""
         if not self._store.check([_FAILURE]):
             return None
-        return decoded(self._store.get(_FAILURE), self._rank)
+        return decode(self._store.get(_FAILURE), self._rank)
 
     def publish_status(self, status: RankStatus) -> None:
-        """Write where this rank is."""
-        told = {
+        """Publish where this rank is."""
+        fields = {
             "label": status.label,
             "peer": status.peer,
             "seconds": status.seconds,
             "at": time.time(),
             "closed_after": status.closed_after,
         }
-        self._store.set(f"status/{self._rank}", json.dumps(told))
+        self._store.set(f"status/{self._rank}", json.dumps(fields))
 
     def status(self, rank: int) -> RankStatus | None:
-        """Where another rank is; None if it has never told, or not so that it can be understood."""
+        """Where another rank is; None if it never published that, or it could not be decoded."""
         key = f"status/{rank}"
         if not self._store.check([key]):
             return None
-        told = _object(self._store.get(key))
+        fields = _parse(self._store.get(key))
         try:
-            age = max(0.0, time.time() - float(told["at"]))
+            age = max(0.0, time.time() - float(fields["at"]))
             return RankStatus(
-                _text(told["label"], 200),
-                _number(told["peer"]),
-                float(told["seconds"]) + age,
-                age if age > 5 else 0.0,
-                _number(told.get("closed_after")),
+                _text(fields["label"], _MAX_LABEL),
+                _number(fields["peer"]),
+                float(fields["seconds"]) + age,
+                age if age > _SILENCE else 0.0,
+                _number(fields.get("closed_after")),
             )
         except (KeyError, TypeError, ValueError):
             return None
 
+    def has_closed(self, rank: int) -> bool:
+        """Whether another rank has closed its pipeline."""
+        status = self.status(rank)
+        return status is not None and status.is_closed
+
     def announce(self) -> None:
-        """Say that this rank is there, while ranks connect."""
+        """Answer roll calls while ranks connect: this rank is alive."""
         self._store.set(f"alive/{self._rank}", "")
 
     def is_roll_called(self) -> bool:
-        """Whether another rank wants to know who is there."""
-        return bool(self._store.check([_ASKED]))
+        """Whether another rank asks which ranks are alive."""
+        return bool(self._store.check([_ROLL_CALL]))
 
     def unresponsive(self, grace: float) -> list[int]:
-        """Ask who is there; the ranks that have not answered after `grace` seconds."""
-        self._store.set(_ASKED, "")
+        """Call the roll; returns the ranks that have not answered after `grace` seconds."""
+        self._store.set(_ROLL_CALL, "")
         deadline = time.monotonic() + grace
         left = [rank for rank in range(self._ranks) if rank != self._rank]
         while left := [rank for rank in left if not self._store.check([f"alive/{rank}"])]:
@@ -119,49 +128,50 @@ class StatusBoard:
         return left
 
     def acknowledge(self) -> None:
-        """Say that this rank knows of the failure."""
-        self._knows_since = time.monotonic()
-        self._store.add("knows", 1)
+        """Publish that this rank knows of the failure."""
+        self._acknowledged_at = time.monotonic()
+        self._store.add(_ACKNOWLEDGED, 1)
 
     def has_message(self, key: str) -> bool:
-        """Whether there is something under a key for which a thread of this rank waits."""
+        """Whether there is a message under a key that a thread of this rank waits for."""
         return bool(self._store.check([key]))
 
     def end_wait(self, key: str | None) -> None:
-        """End the wait of another thread of this rank for a key, if it waits for one: by a value that is none."""
+        """End the wait of another thread of this rank for a key, if it waits for one: by an empty value."""
         if key is not None:
             self._store.set(key, "")
 
     def await_acknowledgements(self) -> None:
-        """Wait until every rank knows of the failure that this one knows of, for a moment at most.
+        """Wait briefly until every rank knows of the failure that this one knows of.
 
-        This rank may be the one that hosts the store, and end when this returns.
+        This rank may host the store, and exit when this returns.
         """
-        if self._knows_since is None:
+        if self._acknowledged_at is None:
             return
+        deadline = self._acknowledged_at + _ACKNOWLEDGE_GRACE
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < self._knows_since + _STAY and self._store.add("knows", 0) < self._ranks:
+            while time.monotonic() < deadline and self._store.add(_ACKNOWLEDGED, 0) < self._ranks:
                 time.sleep(0.02)
-        self._knows_since = None
+        self._acknowledged_at = None
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Release the connection."""
         del self._store
 
 
-def encoded(failure: Failure) -> str:
-    """A failure as JSON, not longer than what is read."""
+def encode(failure: Failure) -> str:
+    """A failure as JSON, no longer than what `decode` reads."""
     message, trace = failure.message, failure.traceback
-    if len(message) > _MOST_MESSAGE:
-        half = _MOST_MESSAGE // 2 - 20
+    if len(message) > _MAX_MESSAGE:
+        half = _MAX_MESSAGE // 2 - 20
         message = f"{message[:half]} [... cut ...] {message[-half:]}"
-    if trace is not None and len(trace) > _MOST_TRACEBACK:
-        trace = f"[... cut ...]\n{trace[-(_MOST_TRACEBACK - 20) :]}"
+    if trace is not None and len(trace) > _MAX_TRACEBACK:
+        trace = f"[... cut ...]\n{trace[-(_MAX_TRACEBACK - 20) :]}"
     fields = {
         "version": _VERSION,
         "rank": failure.rank,
         "message": message,
-        "action": None if failure.action is None else failure.action[:200],
+        "action": None if failure.action is None else failure.action[:_MAX_LABEL],
         "stage": failure.stage,
         "microbatch": failure.microbatch,
         "traceback": trace,
@@ -169,30 +179,31 @@ def encoded(failure: Failure) -> str:
     return json.dumps(fields)
 
 
-def decoded(data: bytes, reader: int) -> Failure:
-    """The failure that was written. What cannot be read is a failure too, and says so."""
-    told = _object(data)
+def decode(data: bytes, reader: int) -> Failure:
+    """The failure that was encoded; if it cannot be decoded, that is the failure, on the rank that reads it."""
+    fields = _parse(data)
     try:
-        if told["version"] != _VERSION:
+        if fields["version"] != _VERSION:
             raise ValueError("another version")
-        rank, message = _number(told["rank"]), _text(told["message"], _MOST_MESSAGE)
+        rank, message = _number(fields["rank"]), _text(fields["message"], _MAX_MESSAGE)
         if rank is None or message is None:
             raise ValueError("no rank, or no message")
         return Failure(
             rank,
             message,
-            _text(told["action"], 200),
-            _number(told["stage"]),
-            _number(told["microbatch"]),
-            _text(told["traceback"], _MOST_TRACEBACK),
+            _text(fields["action"], _MAX_LABEL),
+            _number(fields["stage"]),
+            _number(fields["microbatch"]),
+            _text(fields["traceback"], _MAX_TRACEBACK),
         )
     except (KeyError, TypeError, ValueError):
         shown = f"{data[:60]!r}{'...' if len(data) > 60 else ''}"
-        return Failure(reader, f"a failure was told that cannot be read: {len(data)} bytes, {shown}")
+        return Failure(reader, f"a rank reported a failure that could not be decoded ({len(data)} bytes: {shown})")
 
 
-def _object(data: bytes) -> dict[str, Any]:
-    if len(data) > _MOST_BYTES:
+def _parse(data: bytes) -> dict[str, Any]:
+    """The JSON object in some bytes; an empty one if there is none."""
+    if len(data) > _MAX_BYTES:
         return {}
     try:
         found = json.loads(data)

@@ -1,4 +1,4 @@
-"""Where the threads of one process that play the ranks of a pipeline meet."""
+"""Connects the ranks of a pipeline that are threads of one process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Wait(NamedTuple):
     """What a rank waits for.
 
     Attributes:
-        label: what it is at.
-        transfer: the transfer that it waits for, if it is one.
-        peer: whose word it waits for, if it hears one.
-        round: the exchange that it waits for, if it is one.
+        label: the operation or the call that it waits in.
+        transfer: the transfer that it waits for, if any.
+        peer: the rank that it waits for a message from, if any.
+        round: the number of the exchange that it waits for, if any.
     """
 
     label: str
@@ -32,7 +32,7 @@ class Wait(NamedTuple):
 
 
 class Switchboard:
-    """What all ranks share. A rank waits in here and nowhere else, so that it is known when all of them do."""
+    """The state that all ranks share. A rank waits only in here, so that a deadlock is noticed: all ranks wait."""
 
     def __init__(self, ranks: int, model: CommModel) -> None:
         self.ranks = ranks
@@ -42,52 +42,52 @@ class Switchboard:
         self._lock = threading.Lock()
         self._changed = [threading.Condition(self._lock) for _ in range(ranks)]
         self._waits: list[Wait | None] = [None] * ranks
-        self._ended = [False] * ranks
+        self._finished = [False] * ranks
         self._messages: dict[tuple[int, int], deque[bytes]] = {}
         self._rounds: dict[int, dict[int, bytes]] = {}
         self._round_of = [0] * ranks
 
     def post(self, transfer: PostedTransfer) -> None:
-        """Put a transfer into its lane. Does not wait."""
+        """Put a transfer into its lane, without waiting."""
         with self._lock:
             self._check_alive(transfer.rank)
-            for ended in self._lanes.post(transfer):
-                waiting = self._waits[ended.rank]
-                if waiting is not None and waiting.transfer is ended:
-                    self._wake(ended.rank)
+            for done in self._lanes.post(transfer):
+                waiting = self._waits[done.rank]
+                if waiting is not None and waiting.transfer is done:
+                    self._wake(done.rank)
 
     def wait_for(self, transfer: PostedTransfer, label: str | None) -> None:
-        """Return when a transfer has ended as it should."""
-        if not transfer.ended:
+        """Return when a transfer is done; raise its error if it has one."""
+        if not transfer.is_done:
             with self._lock:
-                if not transfer.ended:
+                if not transfer.is_done:
                     self._wait(transfer.rank, Wait(label or transfer.label, transfer=transfer))
-                if not transfer.ended:
+                if not transfer.is_done:
                     raise self._step_error()
         if transfer.error is not None:
             raise transfer.error
 
     def exchange(self, rank: int, data: bytes, label: str) -> list[bytes]:
-        """What every rank gave in this round."""
+        """Share bytes with all ranks; returns those of every rank, in order."""
         with self._lock:
             self._check_alive(rank)
             number = self._round_of[rank]
             self._round_of[rank] += 1
-            given = self._rounds.setdefault(number, {})
-            given[rank] = data
-            if len(given) == self.ranks:
-                del self._rounds[number]  # all have come, and each of them holds what was given
+            messages = self._rounds.setdefault(number, {})
+            messages[rank] = data
+            if len(messages) == self.ranks:
+                del self._rounds[number]  # the round is complete, and every rank holds its messages
                 for other, wait in enumerate(self._waits):
                     if wait is not None and wait.round == number:
                         self._wake(other)
             else:
                 self._wait(rank, Wait(label, round=number))
-            if len(given) < self.ranks:
+            if len(messages) < self.ranks:
                 raise self._step_error()
-            return [given[other] for other in range(self.ranks)]
+            return [messages[other] for other in range(self.ranks)]
 
     def send_bytes(self, rank: int, peer: int, data: bytes) -> None:
-        """Leave a word for a peer."""
+        """Leave a message for a peer."""
         with self._lock:
             self._check_alive(rank)
             self._messages.setdefault((rank, peer), deque()).append(data)
@@ -96,7 +96,7 @@ class Switchboard:
                 self._wake(peer)
 
     def receive_bytes(self, rank: int, peer: int, label: str) -> bytes:
-        """The next word that a peer has left."""
+        """Wait for the next message from a peer."""
         with self._lock:
             self._check_alive(rank)
             messages = self._messages.setdefault((peer, rank), deque())
@@ -107,14 +107,14 @@ class Switchboard:
             return messages.popleft()
 
     def fail(self, failure: Failure) -> Failure:
-        """End all waits; the first failure wins."""
+        """End all waits; returns the failure that was reported first."""
         with self._lock:
             return self._fail(failure)
 
-    def end(self, rank: int) -> None:
-        """This rank does nothing any more."""
+    def close(self, rank: int) -> None:
+        """Note that a rank has finished; ranks that wait for it fail."""
         with self._lock:
-            self._ended[rank] = True
+            self._finished[rank] = True
             self._find_deadlock()
 
     # With the lock held ---------------------------------------------------------------------------------------------
@@ -122,15 +122,15 @@ class Switchboard:
     def _check_alive(self, rank: int) -> None:
         if self.failure is not None:
             raise pipeline_failed_error(self.failure)
-        if self._ended[rank]:
-            raise pipeline_failed_error(Failure(rank, f"the transport of rank {rank} has been closed"))
+        if self._finished[rank]:
+            raise pipeline_failed_error(Failure(rank, f"the transport of rank {rank} is closed"))
 
     def _step_error(self) -> Exception:
         assert self.failure is not None
         return step_error(self.failure)
 
     def _wait(self, rank: int, wait: Wait) -> None:
-        """Return when someone has woken this rank: because of what it waits for, or of a failure."""
+        """Return when another rank has woken this one: what it waits for is there, or there is a failure."""
         if self.failure is not None:
             return
         self._waits[rank] = wait
@@ -142,7 +142,7 @@ class Switchboard:
             self._waits[rank] = None
 
     def _wake(self, rank: int) -> None:
-        # It counts as running from now on, not from when its thread gets its turn.
+        # It counts as running from now on, not from when its thread is scheduled.
         self._waits[rank] = None
         self._changed[rank].notify()
 
@@ -154,17 +154,17 @@ class Switchboard:
         return self.failure
 
     def _find_deadlock(self) -> None:
-        """Whatever can move has moved: if all ranks wait, they do for ever."""
-        standing = [rank for rank, wait in enumerate(self._waits) if wait is not None]
-        if self.failure is None and standing and len(standing) + sum(self._ended) == self.ranks:
-            self._fail(self._deadlock(standing[0]))
+        """Fail if all ranks wait: every transfer that can complete has done so, so they would wait forever."""
+        waiting = [rank for rank, wait in enumerate(self._waits) if wait is not None]
+        if self.failure is None and waiting and len(waiting) + sum(self._finished) == self.ranks:
+            self._fail(self._deadlock(waiting[0]))
 
     def _deadlock(self, rank: int) -> Failure:
-        """Follow the waits from a rank to a cycle, or to a rank that has ended, and describe them."""
+        """Follow the waits from a rank to a cycle, or to a rank that has finished, and describe them."""
         links: list[WaitingRank] = []
         seen: dict[tuple[int, int], int] = {}
         wanted: PostedTransfer | None = None
-        while not self._ended[rank]:
+        while not self._finished[rank]:
             link, stuck, following, wanted = self._link(rank, wanted)
             if (rank, stuck) in seen:
                 links = links[seen[rank, stuck] :]
@@ -174,7 +174,7 @@ class Switchboard:
             seen[rank, stuck] = len(links)
             links.append(link)
             rank = following
-        return self._describe(links, f"rank {rank}, which has ended")
+        return self._describe(links, f"rank {rank}, which has finished; all ranks must run the same steps")
 
     def _describe(self, links: list[WaitingRank], end: str) -> Failure:
         rank = links[0].rank

@@ -1,4 +1,4 @@
-"""All ranks in one process, a thread each: for debuggers, notebooks and fast tests."""
+"""All ranks in one process, one thread each: for debuggers, notebooks and fast tests."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Result = TypeVar("Result")
 
 
 class ThreadTransport:
-    """The transport of one rank among threads. ``thread_transports`` makes one per rank, connected.
+    """The transport of one rank that is a thread. ``thread_transports`` creates one per rank, connected.
 
-    A send copies its tensor when it ends: into a buffer if the model has one, else into the tensor that is received.
-    When all ranks wait for each other, all of them raise at once, and say how.
+    A send copies its tensor when it completes: into a buffer if the model has one, else into the receiving tensor.
+    When all ranks wait for each other, all of them raise at once, and the error describes the deadlock.
     """
 
     def __init__(self, rank: int, switchboard: Switchboard) -> None:
@@ -41,13 +41,13 @@ class ThreadTransport:
         self._switchboard = switchboard
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Nothing to bring up; the ranks must exist."""
+        """Check that the ranks exist; there is nothing to connect."""
         for pair in pairs:
             for rank in pair:
                 self._check_peer(rank)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Post a send. The tensor is not changed until it is done."""
+        """Post a send of a tensor, which must not change until it is done."""
         return self._post(tensor, peer, tag, sends=True)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
@@ -55,38 +55,38 @@ class ThreadTransport:
         return self._post(tensor, peer, tag, sends=False)
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in the order of ranks. All ranks call it."""
+        """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
         return self._switchboard.exchange(self.rank, data, self._place)
 
     def send_bytes(self, peer: int, data: bytes) -> None:
-        """Hand a few bytes to a peer, outside the lanes of tensors. In order for each pair."""
+        """Send a few bytes to a peer, outside the lanes of tensors. They arrive in order."""
         self._check_peer(peer)
         self._switchboard.send_bytes(self.rank, peer, data)
 
     def receive_bytes(self, peer: int) -> bytes:
-        """What the peer told next."""
+        """Wait for the next bytes from a peer."""
         self._check_peer(peer)
         return self._switchboard.receive_bytes(self.rank, peer, self._place)
 
     def fail(self, failure: Failure) -> Failure:
-        """Tell every rank, and end all waits here and there. The first failure told wins; it is returned."""
+        """Report a failure to every rank and end all waits; returns the one that was reported first."""
         return self._switchboard.fail(failure)
 
-    def failure(self, *, known: float = 0.0) -> Failure | None:  # noqa: ARG002 (to be asked takes no time here)
-        """The failure that was told, if any."""
+    def failure(self, *, max_age: float = 0.0) -> Failure | None:  # noqa: ARG002 (asking is free here)
+        """The failure that was reported, if any."""
         return self._switchboard.failure
 
     def explain(self, error: BaseException) -> Failure | None:
-        """The failure behind an error that a wait raised, if the transport itself or another rank is the cause."""
+        """The failure behind an error that a wait raised, if the transport or another rank caused it."""
         return self._switchboard.failure if isinstance(error, StepError) else None
 
     def close(self) -> None:
-        """This rank is done: whoever waits for it from now on does so in vain, and is told."""
-        self._switchboard.end(self.rank)
+        """Note that this rank has finished; ranks that wait for it from now on fail."""
+        self._switchboard.close(self.rank)
 
     @property
     def _place(self) -> str:
-        """Where this rank is: in an operation, or in a call."""
+        """Where this rank is: in an operation of a step, or in a call."""
         return label_of(self.progress) or self.progress.call
 
     def _post(self, tensor: torch.Tensor, peer: int, tag: int, *, sends: bool) -> _Posted:
@@ -97,7 +97,9 @@ class ThreadTransport:
 
     def _check_peer(self, peer: int) -> None:
         if not 0 <= peer < self.ranks:
-            raise TransportError(f"there is no rank {peer}: the ranks are 0 to {self.ranks - 1}", peer=peer)
+            raise TransportError(
+                f"unknown rank {peer}; there are {self.ranks} ranks (0 to {self.ranks - 1})", peer=peer
+            )
 
 
 class _Posted:
@@ -116,7 +118,7 @@ class _Posted:
 
 
 def thread_transports(ranks: int, model: CommModel | None = None) -> list[ThreadTransport]:
-    """Transports for so many ranks, connected with each other. Each is for a thread of its own."""
+    """Create the connected transports of some ranks, one per thread."""
     switchboard = Switchboard(ranks, model or CommModel())
     return [ThreadTransport(rank, switchboard) for rank in range(ranks)]
 
@@ -128,10 +130,10 @@ def run_in_threads(
     model: CommModel | None = None,
     timeout: float | None = None,
 ) -> list[Result]:
-    """Call ``worker(transport)`` for every rank, in a thread each; returns the results in the order of ranks.
+    """Call ``worker(transport)`` for every rank, in one thread each; returns the results in the order of ranks.
 
-    If one of them raises, the others are told and end too; its error is raised here. No thread is left behind, unless
-    one computes for ever: after ``timeout`` seconds all waits end, and the error names it.
+    If one of them raises, the others stop too, and its error is raised here. No thread is left behind, unless one
+    computes forever: after ``timeout`` seconds all waits end, and the error names it.
 
     >>> run_in_threads(lambda transport: transport.exchange(b"%d" % transport.rank), 2)
     [[b'0', b'1'], [b'0', b'1']]
@@ -169,9 +171,9 @@ class _Run(Generic[Result]):
             self.result = self.worker(transport)
         except BaseException as error:
             self.error = error
-            told = "".join(traceback.format_exception(error))
             message = f"rank {transport.rank} raised {type(error).__name__}: {error}"
-            transport.fail(Failure(transport.rank, message, label_of(transport.progress), traceback=told))
+            text = "".join(traceback.format_exception(error))
+            transport.fail(Failure(transport.rank, message, label_of(transport.progress), traceback=text))
         finally:
             transport.close()
 
@@ -183,18 +185,18 @@ def _join(runs: list[_Run[Result]], timeout: float | None) -> None:
     late = [run.transport for run in runs if run.thread.is_alive()]
     if not late:
         return
-    places = ", ".join(f"rank {one.rank} in {label_of(one.progress) or 'its own code'}" for one in late)
-    told = f"not done within {timeout:g} s: {places}"
-    late[0].fail(Failure(late[0].rank, told))
+    places = ", ".join(f"rank {one.rank} is in {label_of(one.progress) or 'its own code'}" for one in late)
+    message = f"not finished within {timeout:g} s: {places}"
+    late[0].fail(Failure(late[0].rank, message))
     for run in runs:
         run.thread.join(1.0)
     computing = [str(run.transport.rank) for run in runs if run.thread.is_alive()]
-    left = f"; rank {', '.join(computing)} computes on, and its thread cannot be ended" if computing else ""
-    raise TransportError(told + left)
+    left = f"; cannot stop the thread of rank {', '.join(computing)}, which is still computing" if computing else ""
+    raise TransportError(message + left)
 
 
 def _first_error(runs: list[_Run[Result]]) -> BaseException | None:
-    """The error of the rank whose failure was told first; what the others raise only repeats it."""
+    """The error of the rank that failed first; the errors of the others only repeat it."""
     errors = {run.transport.rank: run.error for run in runs if run.error is not None}
     failure = runs[0].transport.failure() if runs else None
     if failure is None or not errors:

@@ -1,4 +1,4 @@
-"""The thread that looks after a rank: has another one failed, does this one hang, is the store there?"""
+"""The thread that watches over a rank: has another rank failed, does this one hang, is the store still there?"""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.mailbox import Awaited
     from penstock.runtime.transport.status_board import StatusBoard
 
-#: How often the watch looks, in seconds. One small request to the store each time, while a step is under way.
+#: How often the watchdog polls, in seconds: one small request to the store each time, while a step runs.
 _INTERVAL: Final = 0.25
-#: How often it tells where its rank is.
+#: It publishes the status of its rank in one of so many polls.
 _PUBLISH_EVERY: Final = 4
-#: What is proved to run goes round only if ranks do different things, or without a proof.
-_SAME_CALLS: Final = "each rank must make the same calls, step, eval, check_parity and so on, in the same order"
-#: Whoever has been in an operation that may have to wait for so many seconds does wait.
+#: After so many seconds in an operation that may have to wait, a rank does wait.
 _SURELY_WAITING: Final = 1.0
+#: A schedule that was proved cannot deadlock as long as all ranks run it.
+_SAME_CALLS: Final = "all ranks must make the same calls (step, eval, check_parity, ...) in the same order"
 
 
 class Watchdog(threading.Thread):
-    """Looks after a transport while it is at work, and holds no reference to it in between."""
+    """Watches over a transport while it is in use, and holds no reference to it in between."""
 
     def __init__(self, transport: DistributedTransport, board: StatusBoard, timeout: float) -> None:
-        super().__init__(name=f"penstock watch of rank {transport.rank}", daemon=True)
+        super().__init__(name=f"penstock watchdog of rank {transport.rank}", daemon=True)
         self._transport = weakref.ref(transport)
         self._board = board
         self._timeout = timeout
@@ -40,11 +40,11 @@ class Watchdog(threading.Thread):
         self._seen = (-1, -1)
         self._since = 0.0
         self._polls = 0
-        self._published = True  # so that it is told once that this rank is there
+        self._published = True  # so that a status is published at least once
         self._awaited: Awaited | None = None
 
     def run(self) -> None:
-        """Look again and again, until stopped or until there is a failure."""
+        """Poll until stopped, or until there is a failure."""
         while not self._stopped.wait(_INTERVAL):
             transport = self._transport()
             if transport is None or not self._poll(transport):
@@ -58,13 +58,13 @@ class Watchdog(threading.Thread):
             self.join(5.0)
 
     def _poll(self, transport: DistributedTransport) -> bool:
-        """Returns whether to go on."""
+        """Look at the rank and the store once; returns whether to go on."""
         progress = transport.progress
         seen = progress.step, progress.index
         if seen != self._seen:
             self._seen, self._since, self._polls = seen, time.monotonic(), 0
         if progress.index < 0 and not transport.is_waiting:
-            # Nothing to look after. The store may go away now: it does when the rank that hosts it is done.
+            # Nothing to watch. The store may go away now: it does when the rank that hosts it is done.
             self._clear_status()
             return True
         try:
@@ -75,13 +75,14 @@ class Watchdog(threading.Thread):
             return False
 
     def _clear_status(self) -> None:
-        """The last place that was told is not where the rank is now."""
+        """Publish that the rank is between steps, if it last published otherwise."""
         if self._published:
             self._published = False
             with contextlib.suppress(RuntimeError):
                 self._board.publish_status(RankStatus(None, None, 0.0))
 
     def _check(self, transport: DistributedTransport) -> bool:
+        """Learn of failures, publish the status, and fail if the rank makes no progress."""
         failure = self._board.failure()
         if failure is not None:
             transport.record_failure(failure)
@@ -96,14 +97,14 @@ class Watchdog(threading.Thread):
         self._polls += 1
         if peer is None or seconds < self._timeout:
             return True
-        told = trace_waits(self._board, transport.rank, label, peer)
-        transport.fail(Failure(transport.rank, f"{told} (no progress for {seconds:.0f} s)", label))
+        waits = trace_waits(self._board, transport.rank, label, peer)
+        transport.fail(Failure(transport.rank, f"{waits} (no progress for {seconds:.0f} s)", label))
         return False
 
     def _check_message_wait(self, transport: DistributedTransport, awaited: Awaited | None) -> bool:
-        """Tell whose word this rank waits for, in which call; the wait itself ends when it has taken too long.
+        """Publish which message this rank waits for, in which call; the wait itself has its own timeout.
 
-        It ends at once if that rank is done, and will never give it.
+        It ends at once if the sender has closed its pipeline, and will never send it.
         """
         call = transport.progress.call
         if awaited != self._awaited or self._polls % _PUBLISH_EVERY == 0:
@@ -112,45 +113,43 @@ class Watchdog(threading.Thread):
                 self._board.publish_status(RankStatus(None, None, 0.0))
             else:
                 self._board.publish_status(RankStatus(call, awaited.peer, time.monotonic() - awaited.since))
-                status = self._board.status(awaited.peer)
-                if status is not None and status.is_closed and self._message_is_missing(transport, awaited):
-                    told = trace_waits(self._board, transport.rank, call, awaited.peer)
-                    transport.fail(Failure(awaited.peer, told))
+                if self._board.has_closed(awaited.peer) and self._is_missing(transport, awaited):
+                    waits = trace_waits(self._board, transport.rank, call, awaited.peer)
+                    transport.fail(Failure(awaited.peer, waits))
                     return False
         self._polls += 1
         return True
 
-    def _message_is_missing(self, transport: DistributedTransport, awaited: Awaited) -> bool:
-        """Whether a word has not been given. Once it has been read it is gone, but is not awaited any more then."""
+    def _is_missing(self, transport: DistributedTransport, awaited: Awaited) -> bool:
+        """Whether a message was not sent. One that has been read is gone, but then it is not awaited any more."""
         return not self._board.has_message(awaited.key) and transport.awaited == awaited
 
 
 def trace_waits(board: StatusBoard, rank: int, label: str, peer: int) -> str:
-    """Follow the ranks from one that waits, up to one that does not, or round."""
+    """Describe who waits for whom: from one rank that waits to one that does not, or round a cycle."""
     links = [WaitingRank(rank, label)]
     while peer not in [link.rank for link in links]:
         status = board.status(peer)
-        if (
-            status is None
-            or status.label is None
-            or status.peer is None
-            or status.silent_for
-            or status.seconds < _SURELY_WAITING
-        ):
-            return describe_wait_chain(links, f"rank {peer}, {_describe(status)}")
+        if status is None or status.label is None or status.peer is None or not _is_surely_waiting(status):
+            return describe_wait_chain(links, f"rank {peer}, which {_describe(status)}")
         links.append(WaitingRank(peer, status.label))
         peer = status.peer
-    return f"{describe_wait_chain(links, f'rank {peer}')}: {_SAME_CALLS}"
+    return f"{describe_wait_chain(links, f'rank {peer}')}; {_SAME_CALLS}"
+
+
+def _is_surely_waiting(status: RankStatus) -> bool:
+    return status.silent_for == 0.0 and status.seconds >= _SURELY_WAITING
 
 
 def _describe(status: RankStatus | None) -> str:
+    """Say what a rank does that does not wait, as a clause."""
     if status is None:
-        return "which has not begun a step"
-    if status.is_closed:
-        steps = "a step" if status.closed_after == 1 else f"{status.closed_after} steps"
-        return f"which has closed its pipeline after {steps}: each rank must take as many"
+        return "has not started a step"
+    if status.closed_after is not None:
+        steps = "1 step" if status.closed_after == 1 else f"{status.closed_after} steps"
+        return f"closed its pipeline after {steps}; all ranks must run the same number of steps"
     if status.label is None:
-        return "which is between two steps: each rank must take as many, of the same kind"
+        return "is between steps; all ranks must run the same steps"
     if status.silent_for:
-        return f"which was in {status.label}, and has not been heard of for {status.silent_for:.0f} s"
-    return f"which is in {status.label} since {status.seconds:.0f} s"
+        return f"was in {status.label} and has not reported for {status.silent_for:.0f} s"
+    return f"has been in {status.label} for {status.seconds:.0f} s"
