@@ -127,7 +127,7 @@ def test_right_modules_pass(name: str, ranks: int) -> None:
     ways = {one.way for one in found[0].differences if one.name == "norm.weight"}
     assert ways == {"in halves", "scheduled"}
     assert sum(one.name == "loss" for one in found[0].differences) == 3
-    assert "are those of the unsplit model" in str(found[0])
+    assert "match those of the stages run one after the other" in str(found[0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -344,7 +344,7 @@ def test_a_mean_over_tokens_is_no_mean_over_samples() -> None:
         assert error.stage == 1
         assert "the loss of the whole batch is " in str(error)
         assert "is loss_fn a mean over samples? write loss_reduction='sum' for a sum" in str(error)
-        assert "gradients and losses are those of the unsplit model" in str(error)
+        assert "gradients and losses match those of the stages" in str(error)
     assert len({str(error) for error in found}) == 1
     settings = {"loss_reduction": "weighted", "loss_weight": lambda target: (target != -100).sum()}
     for one in reduced(token_loss, tokens(), **settings):
@@ -474,7 +474,7 @@ def in_processes(rank: int, ranks: int, bad: bool, *, group: Any) -> str:
 
 def test_processes(workers: Any) -> None:
     found = workers.run(in_processes, False, ranks=2)
-    assert "are those of the unsplit model" in found[0]
+    assert "match those of the stages run one after the other" in found[0]
     assert found[0] == found[1]
     found = workers.run(in_processes, True, ranks=2)
     assert "stage 2, 1.weight of Bad" in found[0]
@@ -497,7 +497,7 @@ def sharded(rank: int, ranks: int) -> str:
 
 
 def test_sharded_stages(workers: Any) -> None:
-    assert all("are those of the unsplit model" in one for one in workers.run(sharded))
+    assert all("match those of the stages run one after the other" in one for one in workers.run(sharded))
 
 
 def test_weights_that_are_not_there_yet() -> None:

@@ -13,6 +13,7 @@ from penstock.runtime.parity.loss_reduction import reduction_of
 from penstock.runtime.parity.preserve import put_back, taken, untouched
 from penstock.runtime.parity.replay import Replay, order_of
 from penstock.runtime.parity.report import HALVES, SCHEDULED, Parity
+from penstock.runtime.parity.shared_parameters import SharedParameters, copies_among
 from penstock.runtime.parity.unsplit import Unsplit
 
 if TYPE_CHECKING:
@@ -34,19 +35,23 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         # So that shapes are known, and no stage is run for them below.
         pipe._programs.training(batch, pipe._customized)
         values |= {one: one.detach().clone() for one in parameters}  # now that lazy ones have theirs
-        unsplit = Unsplit(pipe, batch, parameters)
+        shared = SharedParameters(pipe.transport, parameters)
+        mine = shared.mine
+        unsplit = Unsplit(pipe, batch, parameters, mine)
         begin()
         expected, halves, losses = unsplit.run(split=True)
+        halves = shared.add_up(halves)
         reduction = reduction_of(pipe, unsplit, losses, target)
         begin()
         found: list[torch.Tensor] = []
         with Replay(pipe.stages, order_of(pipe)):
             pipe.step(*copied(args), target=target, losses=found, return_outputs=False, **copied(kwargs))
         pipe.transport.progress.call = _CALL  # again
-        scheduled = taken(parameters)
+        shared.wait()
+        scheduled = taken(mine)
         differences = [
-            *compared(alone(parameters, pipe.stages), halves, expected, HALVES),
-            *compared(parameters, scheduled, expected, SCHEDULED),
+            *compared(alone(mine, pipe.stages), halves, expected, HALVES),
+            *compared(mine, scheduled, expected, SCHEDULED),
             *compared_losses(pipe, found, losses),
             *unsplit.inputs,
         ]
@@ -55,15 +60,16 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         if not all(one.fits for one in everything):
             begin()
             again, _, _ = unsplit.run(split=False)
-            mine = any(not one.fits for one in compared(parameters, again, expected, SCHEDULED))
-            random = any(data == b"1" for data in pipe.transport.exchange(b"1" if mine else b"0"))
+            varies = any(not one.fits for one in compared(mine, again, expected, SCHEDULED))
+            random = any(data == b"1" for data in pipe.transport.exchange(b"1" if varies else b"0"))
+        copies = copies_among(pipe.transport, mine)
         trained = [data.decode() for data in pipe.transport.exchange(put_back(parameters, values).encode()) if data]
     if trained:
         raise StageError(
             f"{trained[0]} was changed while gradients were compared, and is as before now: does a hook step an "
             "optimizer? Remove such hooks for the time of check_parity"
         )
-    parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction)
+    parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction, copies)
     if parity.wrong:
         raise StageError(str(parity), stage=parity.wrong[0].stage)
     if not reduction.fits:

@@ -10,7 +10,7 @@ import torch
 from penstock.execution.preserved_state import Buffers, random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from penstock.runtime.parity.comparison import Gradients, Owned
     from penstock.runtime.pipeline import Pipeline
@@ -54,7 +54,7 @@ def untouched(
                 one.grad = gradient
 
 
-def taken(parameters: Mapping[torch.nn.Parameter, Owned]) -> Gradients:
+def taken(parameters: Collection[torch.nn.Parameter]) -> Gradients:
     """The gradients, taken away from the parameters."""
     found = {one: one.grad for one in parameters}
     for one in parameters:

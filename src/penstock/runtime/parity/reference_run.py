@@ -91,6 +91,8 @@ class PlainRun:
                 share = shares[microbatch] if visit.output is None else 1.0
                 gradients = self._gradients(visit, share)
                 found = visit.stage.backward(visit.flight, gradients)
+                if look is not None:  # before the stage before works: it may add to the same parameters
+                    look(visit, gradients, found)
                 if visit.input is not None:
                     whole = present(found, visit.flight.inputs)
                     metas = [one for one in visit.input.tensors if one.requires_grad]
@@ -99,8 +101,6 @@ class PlainRun:
                         visit.stage.index - 1,
                         [meta.arranged(one) for meta, one in zip(metas, whole, strict=True)],
                     )
-                if look is not None:
-                    look(visit, gradients, found)
 
     def _forward(self, index: int, microbatch: int, begin: Any, kwargs: dict[str, Any], target: Any) -> Visit:
         stage, meta = self._stages[index], None

@@ -99,12 +99,15 @@ class Parity:
         random: whether the unsplit model itself gives other gradients when it is run again.
         losses: the losses of the unsplit model, on the rank of the last stage.
         reduction: whether they make the loss of the batch.
+        copies: parameters of different stages with equal values, each group as ``("weight of stage 0", ...)``: they may
+            be one parameter of the model, but each was compared, and is trained, by itself.
     """
 
     differences: tuple[Difference, ...]
     random: bool
     losses: tuple[float, ...]
     reduction: Reduction
+    copies: tuple[tuple[str, ...], ...] = ()
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -118,14 +121,16 @@ class Parity:
 
     def __str__(self) -> str:
         told, reduction = self._told(), str(self.reduction)
-        return "\n".join([*told, reduction] if self.wrong or self.reduction.fits else [reduction, *told])
+        lines = [*told, reduction] if self.wrong or self.reduction.fits else [reduction, *told]
+        return "\n".join([*lines, *self._told_copies()])
 
     def _told(self) -> list[str]:
         wrong = self.wrong
         if not wrong:
-            told = f"{len(self.differences)} gradients and losses are those of the unsplit model"
-            return [f"{told}, run microbatch by microbatch"]
-        lines = [f"{len(wrong)} of {len(self.differences)} gradients and losses are not those of the unsplit model:"]
+            told = f"{len(self.differences)} gradients and losses match those of the stages run one after the other"
+            return [f"{told}, microbatch by microbatch"]
+        told = f"{len(wrong)} of {len(self.differences)} gradients and losses differ from those of the stages"
+        lines = [f"{told} run one after the other:"]
         lines += [f"- {one}" for one in wrong[:_SHOWN]]
         if len(wrong) > _SHOWN:
             lines.append(f"- and {len(wrong) - _SHOWN} more")
@@ -135,3 +140,12 @@ class Parity:
                 "draws random numbers of its own, or computes in an order that varies. This probe cannot judge it."
             )
         return lines
+
+    def _told_copies(self) -> list[str]:
+        lines = [
+            f"{', '.join(places)} have equal values, and each was compared by itself: if they are one parameter of the "
+            "model (tied weights), nothing adds up their gradients, and they will train apart"
+            for places in self.copies[:_SHOWN]
+        ]
+        more = len(self.copies) - _SHOWN
+        return [*lines, f"and {more} more groups of parameters with equal values"] if more > 0 else lines

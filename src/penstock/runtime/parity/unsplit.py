@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 class Unsplit:
     """The unsplit model, run once or again; each stage's backward in halves beside it."""
 
-    def __init__(self, pipe: Pipeline, batch: Batch, parameters: Mapping[torch.nn.Parameter, Owned]) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        batch: Batch,
+        parameters: Mapping[torch.nn.Parameter, Owned],
+        mine: Mapping[torch.nn.Parameter, Owned],
+    ) -> None:
+        """`mine` are the parameters whose gradients this rank takes."""
         self._pipe = pipe
         self._batch = batch
         self._parameters = parameters
+        self._mine = mine
         self._halves: Gradients = dict.fromkeys(parameters)
         self.inputs: list[Difference] = []
         self.outputs: Sequence[Any] = ()
@@ -50,13 +58,14 @@ class Unsplit:
             self.shares = pipe._shares(self._batch)
             plain.run(copied(args), copied(kwargs), targets, self.shares, self._in_halves if split else None)
         self.outputs = plain.outputs
-        return taken(self._parameters), self._halves, plain.losses
+        # A lower rank that has a parameter, too, is later done with it.
+        return taken(self._mine), self._halves, plain.losses
 
     def _in_halves(
         self, visit: Visit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]
     ) -> None:
         """Run a microbatch of a stage once more, with I and W, into gradients of their own."""
-        if visit.stage.parallel is not None:
+        if visit.stage.parallel is not None or not visit.flight.roots:
             return
         before = {one: one.grad for one in self._parameters}
         for one in self._parameters:

@@ -1,0 +1,101 @@
+"""Parameters that several stages have: as one object of ranks that are threads, or as copies that train apart."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from penstock.errors import MetadataError
+from penstock.runtime.parity.preserve import taken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from penstock.runtime.parity.comparison import Gradients, Owned
+    from penstock.runtime.transport.protocol import Transport
+
+#: How many elements of a parameter are compared to find copies of it.
+_SAMPLES: Final = 64
+_adding: Final = threading.Lock()
+
+
+class SharedParameters:
+    """Which parameters this rank compares, where other ranks are threads of its process and may have the same ones.
+
+    All ranks add to one ``.grad`` then. The lowest rank that has a parameter compares it, when all have added to it.
+
+    Attributes:
+        mine: the parameters that this rank compares.
+    """
+
+    def __init__(self, transport: Transport, parameters: Mapping[torch.nn.Parameter, Owned]) -> None:
+        """Find out which parameters other ranks have. All ranks call it."""
+        self._transport = transport
+        ids = [set[int]()] * transport.ranks
+        if transport.in_one_process and transport.ranks > 1:
+            ids = [set(json.loads(data)) for data in transport.exchange(json.dumps([*map(id, parameters)]).encode())]
+        lower, others = _union(ids[: transport.rank]), _union(_without(ids, transport.rank))
+        self.mine = {one: owned for one, owned in parameters.items() if id(one) not in lower}
+        self._shared = [one for one in parameters if id(one) in others]
+        self._is_shared = sum(map(len, ids)) > len(_union(ids))
+
+    def wait(self) -> None:
+        """Wait until all ranks have added their gradients, if they share any. All ranks call it."""
+        if self._is_shared:
+            self._transport.exchange(b"added")
+
+    def add_up(self, gradients: Gradients) -> Gradients:
+        """Add up what ranks have computed for parameters that they share; returns those of `mine`.
+
+        All ranks call it, when the shared parameters have no gradients.
+        """
+        if not self._is_shared:
+            return gradients
+        self.wait()
+        with _adding:
+            for one in self._shared:
+                if (gradient := gradients[one]) is not None:
+                    one.grad = gradient if one.grad is None else one.grad + gradient
+        self.wait()
+        found = taken([one for one in self._shared if one in self.mine])
+        return gradients | found
+
+
+def copies_among(transport: Transport, parameters: Mapping[torch.nn.Parameter, Owned]) -> tuple[tuple[str, ...], ...]:
+    """The parameters of all ranks that have equal values, though they are not one. All ranks call it.
+
+    Those in which one number is repeated, as in biases of 0, are left out.
+    """
+    mine = [(sample, owned.stage, owned.name) for one, owned in parameters.items() if (sample := _sampled(one))]
+    found: dict[str, list[tuple[int, str]]] = {}
+    for rank, data in enumerate(transport.exchange(json.dumps(mine).encode())):
+        try:
+            for sample, stage, name in json.loads(data):
+                found.setdefault(sample, []).append((int(stage), str(name)))
+        except (TypeError, ValueError) as error:
+            raise MetadataError(f"the parameters that rank {rank} described could not be decoded") from error
+    alike = sorted(sorted(places) for places in found.values() if len(places) > 1)
+    return tuple(tuple(f"{name} of stage {stage}" for stage, name in places) for places in alike)
+
+
+def _sampled(parameter: Any) -> str:
+    """Type, shape and some elements of a parameter that is trained; empty if all elements are equal."""
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    if not parameter.requires_grad or local.layout is not torch.strided or local.numel() < 2:
+        return ""
+    flat = local.detach().flatten()
+    samples: list[Any] = flat[:: max(1, flat.numel() // _SAMPLES)].tolist()
+    if all(one == samples[0] for one in samples):
+        return ""
+    return f"{local.dtype} {tuple(parameter.shape)} {tuple(local.shape)} {samples}"
+
+
+def _union(sets: Iterable[set[int]]) -> set[int]:
+    return set[int]().union(*sets)
+
+
+def _without(ids: list[set[int]], rank: int) -> list[set[int]]:
+    return [*ids[:rank], *ids[rank + 1 :]]
