@@ -1,57 +1,53 @@
-"""What a rank's actions are compiled into: when sends are ended, when receives are posted."""
+"""What a rank's actions are compiled into: when sends are released, when receives are posted."""
 
 import pytest
-import torch
 
 import penstock as ps
-from penstock.execution.program import compiled
+from penstock.execution.compiler import compile_program
+from penstock.execution.messages import sent_by
+from penstock.execution.send_releases import find_releases
 from penstock.execution.transport import Progress
-from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
-
-SENDS, RECEIVES = (SEND_F, SEND_B), (RECV_F, RECV_B)
+from penstock.ir.actions import RECV_B, RECV_F
 
 
-class Sent:
-    """In the place of a transfer: notes when it is waited for."""
+class Logged:
+    """Operations that note what runs, and which sends are released."""
 
-    def __init__(self, tag, log):
-        self.tag, self.log = tag, log
+    def __init__(self, microbatches):
+        self.microbatches, self.log, self.sent = microbatches, [], {}
 
-    def wait(self):
-        self.log.append(self.tag)
-
-
-class Step:
-    """In the place of a step: all that the ends of sends look at."""
-
-    def __init__(self):
-        self.sending = {}
-
-
-def run(schedule, rank, *, early=False):
-    """What a rank does, in order: its actions, and "end TAG" for each send that is waited for."""
-    log = []
-
-    def operation_of(action):
-        def operation(step):
-            log.append(str(action))
-            kind, stage = action.computation_type, action.stage_index
-            if kind in SENDS:
-                source = stage if kind is SEND_F else stage - 1
-                tag = 2 * (source * schedule.microbatches + action.microbatch_index) + (kind is SEND_B)
-                step.sending[tag] = [(Sent(f"end {action}", log), torch.zeros(()), None)]
+    def operation(self, action):
+        def operation(_):
+            self.log.append(str(action))
+            if message := sent_by(action):
+                self.sent[message.key(self.microbatches)] = str(action)
 
         return operation
 
-    step = Step()
-    program = compiled(schedule, rank, operation_of, Progress(), early=early)
-    for operation in program._operations:
-        operation(step)
-    assert not step.sending
-    return log
+    def release_sends(self, keys):
+        return lambda _: self.log.extend(f"end {self.sent.pop(key)}" for key in keys)
+
+    def label(self, action):
+        return str(action)
 
 
-def test_a_send_is_ended_when_a_message_tells_that_it_has_arrived():
+def run(schedule, rank, *, early=False, by_level=False):
+    """What a rank does, in order: its actions, and "end ACTION" for each send that is released."""
+    logged = Logged(schedule.microbatches)
+    program = compile_program(
+        schedule.actions[rank],
+        logged,
+        find_releases(schedule, rank, by_level=by_level),
+        rank=rank,
+        rank_of=dict(enumerate(schedule.placement.rank_of)).get,
+        early_receives=early,
+    )
+    program.run(None, Progress())
+    assert not logged.sent
+    return logged.log
+
+
+def test_a_send_is_released_when_a_message_proves_that_it_has_arrived():
     schedule = ps.lower(ps.build("1F1B", ranks=2, microbatches=3), unshard=False, reduce=False)
     assert " ".join(run(schedule, 0)) == (
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 end 0SEND_F0 0F2 0SEND_F2 0RECV_B1 0B1 end 0SEND_F1 0RECV_B2 0B2 "
@@ -65,10 +61,11 @@ def test_a_send_is_ended_when_a_message_tells_that_it_has_arrived():
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV", "V-Min"])
 @pytest.mark.parametrize("early", [False, True])
-def test_every_send_is_ended_once_and_after_its_peer_has_used_it(name, early):
+@pytest.mark.parametrize("by_level", [False, True])
+def test_every_send_is_released_once_and_after_it_is_posted(name, early, by_level):
     schedule = ps.lower(ps.build(name, ranks=4, microbatches=6))
     for rank in range(4):
-        log = run(schedule, rank, early=early)
+        log = run(schedule, rank, early=early, by_level=by_level)
         sends = [text for text in log if "SEND" in text and not text.startswith("end")]
         ends = [text.removeprefix("end ") for text in log if text.startswith("end")]
         assert sorted(sends) == sorted(ends)

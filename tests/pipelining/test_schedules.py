@@ -5,18 +5,14 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining import schedules as upstream
 
 import penstock as ps
 import torch_oracle
-from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.pipelining import schedules
-from penstock.pipelining._engine.sends import _sent, _used, ends_of_sends
 from penstock.pipelining._schedule.orders import interleaved_row, looped_bfs_row, with_bubbles, zbv_row
-from penstock.pipelining._schedule.rows import as_lowered_rows, as_schedule
+from penstock.pipelining._schedule.rows import as_schedule
 from penstock.pipelining.schedules import _Action
 from penstock.pipelining.stage import PipelineStage
 from pipelining.contracts import CPU, WIDTH, averaged, fake_group, gradients, layers, numbers, summed, unsplit
@@ -119,64 +115,6 @@ def test_whole_lowered_orders_are_simulated():
     assert {rank: [a for a in actions if a is not None] for rank, actions in found.items()} == (
         schedules.ScheduleDualPipeV([stage, stage], 4).pipeline_order_with_comms
     )
-
-
-# When sends end -------------------------------------------------------------------------------------------------------
-
-
-def held(rows, rank):
-    """The most sends that a rank holds at once, and how many are left for the end."""
-    before, left = ends_of_sends(rows, rank)
-    now = most = 0
-    for place, action in enumerate(rows[rank]):
-        now += (action.computation_type in (SEND_F, SEND_B)) - len(before.get(place, ()))
-        most = max(most, now)
-    assert now == len(left)
-    return most
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_number_of_sends_under_way_does_not_grow(name):
-    few, many = (as_lowered_rows(ps.lower(ps.build(name, ranks=4, microbatches=count)), range(4)) for count in (24, 48))
-    assert [held(few, rank) for rank in range(4)] == [held(many, rank) for rank in range(4)]
-    assert max(held(many, rank) for rank in range(4)) <= 12
-
-
-@given(
-    name=st.sampled_from(NAMES),
-    ranks=st.integers(1, 4),
-    microbatches=st.integers(1, 9),
-    defer=st.booleans(),
-)
-def test_waiting_for_sends_never_waits_in_a_circle(name, ranks, microbatches, defer):
-    """Played with messages that end only when both ends are posted: every rank gets through."""
-    schedule = ps.lower(ps.build(name, ranks=ranks, microbatches=microbatches), defer_receives=defer)
-    rows = as_lowered_rows(schedule, range(ranks))
-    waits = {rank: ends_of_sends(rows, rank)[0] for rank in rows}
-    posted, place = set(), dict.fromkeys(rows, 0)
-
-    def can_go_on(rank):
-        action = rows[rank][place[rank]]
-        wanted = [_sent(rows[rank][send]) for send in waits[rank].get(place[rank], ())]
-        wanted += [message for message in _used(action) if message in sent]
-        return all(("receive", message) in posted and ("send", message) in posted for message in wanted)
-
-    sent = {_sent(a) for actions in rows.values() for a in actions if a.computation_type in (SEND_F, SEND_B)}
-    while going := [rank for rank in rows if place[rank] < len(rows[rank]) and can_go_on(rank)]:
-        for rank in going:
-            stage, kind, microbatch, _ = action = rows[rank][place[rank]]
-            if kind in (SEND_F, SEND_B):
-                posted.add(("send", _sent(action)))
-            if kind in (RECV_F, RECV_B):
-                way = schedules.F if kind is RECV_F else schedules.B
-                posted.add(("receive", (way, stage, microbatch)))
-            place[rank] += 1
-    assert all(place[rank] == len(rows[rank]) for rank in rows)
-
-
-def test_of_an_order_that_waits_for_ever_all_sends_end_at_last():
-    rows = {0: row("0RECV_B0 0B0 0F0 0SEND_F0"), 1: row("1RECV_F0 1F0 1B0 1SEND_B0")}
-    assert [ends_of_sends(rows, rank) for rank in rows] == [({}, [3]), ({}, [3])]
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
@@ -282,13 +220,13 @@ def test_a_failed_step_leaves_nothing_to_the_next(alone, caplog):
 
 def test_a_program_is_made_once_and_anew_when_its_order_changes(alone, monkeypatch):
     made = Counter()
-    original = schedules._PipelineScheduleRuntime._program.__globals__["of_order"]
+    original = schedules._PipelineScheduleRuntime._program.__globals__["program_of_order"]
 
     def counted(*args, **kwargs):
         made["programs"] += 1
         return original(*args, **kwargs)
 
-    monkeypatch.setitem(schedules._PipelineScheduleRuntime._program.__globals__, "of_order", counted)
+    monkeypatch.setitem(schedules._PipelineScheduleRuntime._program.__globals__, "program_of_order", counted)
     model, x, target = layers(2), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
     schedule = pipelined("Interleaved1F1B", model)
     for _ in range(3):

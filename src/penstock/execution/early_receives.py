@@ -1,32 +1,28 @@
-"""When receives are posted, where messages do not stand in line: early, and beside a send to the same rank.
+"""When receives are posted where messages do not queue in lanes: early, and beside a send to the same rank.
 
-A message needs a moment until it can come, so its receive is posted some compute actions before it is needed; each that
-is posted has a buffer. To post a receive is to tell the other rank, as to send is: a rank that is told of both at once
-is woken up once. With small stages that is a good part of what a message costs.
+A message needs a moment to arrive, so its receive is posted some compute actions before it is needed; each posted
+receive holds a buffer. Posting a receive notifies the other rank, as a send does: a rank that is notified of both at
+once wakes up once. With small stages that is a good part of what a message costs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
-
-from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Container, Sequence
 
-    from penstock.ir.actions import Action
-
-#: By how many compute actions a receive is posted earlier than it stands.
-AHEAD: Final = 4
+#: By how many compute actions a receive is posted ahead of its place.
+LEAD: Final = 4
 #: By how many more or fewer at most, to be beside a send.
 LEEWAY: Final = 2
 
 
-class Place(NamedTuple):
-    """Where an operation of a rank stands.
+class Slot(NamedTuple):
+    """The place of an operation in a rank's row.
 
     Attributes:
-        computed: how many compute actions stand before it, the parts of an overlap each for themselves.
+        computed: how many compute actions come before it; the parts of an overlap count one by one.
         sends_to: the rank that it sends to, if it does.
         receives_from: the rank that it receives from, if it does.
     """
@@ -35,49 +31,32 @@ class Place(NamedTuple):
     sends_to: int | None = None
     receives_from: int | None = None
 
-    @classmethod
-    def of(cls, action: Action, computed: int, rank_of: Callable[[int], int]) -> Self:
-        """The place of an action; ``rank_of`` tells where a stage is."""
-        kind, stage = action.computation_type, action.stage_index
-        if kind in (SEND_F, SEND_B):
-            return cls(computed, sends_to=rank_of(stage + 1 if kind is SEND_F else stage - 1))
-        if kind in (RECV_F, RECV_B):
-            return cls(computed, receives_from=rank_of(stage - 1 if kind is RECV_F else stage + 1))
-        return cls(computed)
 
+def order_with_early_receives(slots: Sequence[Slot]) -> list[int]:
+    """Move receives ahead; return the order in which operations run, as indices of slots. O(n log n): a sort.
 
-def computed_by(action: Action) -> int:
-    """How many compute actions an action is."""
-    return len(action.leaves) if action.is_compute else 0
+    All else stays in order, and so do the receives from one rank. No receive is posted after a compute action that it
+    precedes. It may move past a send, or past the wait for one: posting a send never blocks, and a send is waited for
+    only when its message has been used, or will be whatever else this rank does.
 
-
-def by_posting(places: Sequence[Place]) -> list[int]:
-    """The order in which operations run, as numbers of places: receives are moved, all else stays in order.
-
-    Those from one rank stay in order, too, and none is posted after a compute action that it stands before. Behind a
-    send, or the wait for an earlier one, it may come: to post a send blocks nobody, and a send is waited for when
-    another message has told that it was used, or will be whatever else this rank does. O(n log n): a sort.
-
-    >>> send, receive, compute = Place(1, sends_to=0), Place(5, receives_from=0), [Place(number) for number in range(6)]
-    >>> by_posting([*compute[:1], send, *compute[1:5], receive, *compute[5:]])
+    >>> send, receive, compute = Slot(1, sends_to=0), Slot(5, receives_from=0), [Slot(number) for number in range(6)]
+    >>> order_with_early_receives([*compute[:1], send, *compute[1:5], receive, *compute[5:]])
     [0, 1, 6, 2, 3, 4, 5, 7]
     """
-    sends = {
-        (place.computed, place.sends_to): number for number, place in enumerate(places) if place.sends_to is not None
-    }
+    sends = {(slot.computed, slot.sends_to): number for number, slot in enumerate(slots) if slot.sends_to is not None}
 
-    def standing(number: int) -> tuple[int, int, int]:
-        computed, _, source = places[number]
+    def sort_key(number: int) -> tuple[int, int, int]:
+        computed, _, source = slots[number]
         if source is None:
             return computed, number, -1
-        moment = _beside_a_send(computed - AHEAD, source, sends)
+        moment = _beside_a_send(computed - LEAD, source, sends)
         return moment, sends.get((moment, source), -1), number
 
-    return sorted(range(len(places)), key=standing)
+    return sorted(range(len(slots)), key=sort_key)
 
 
 def _beside_a_send(moment: int, peer: int, sends: Container[tuple[int, int | None]]) -> int:
-    """The moment nearest to this one at which something is sent to the peer; this one if there is none in reach."""
+    """Find the moment nearest to this one at which something is sent to the peer; this one if none is in reach."""
     for earlier in range(moment, moment - LEEWAY - 1, -1):
         if (earlier, peer) in sends:
             return earlier

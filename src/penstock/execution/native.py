@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.errors import StageError
-from penstock.execution.edges import ABSENT
+from penstock.execution.edges import ABSENT, check_unchanged
+from penstock.execution.operations import run_in_sequence
 from penstock.execution.step import Flight
 from penstock.execution.trees import map_tensors
 from penstock.ir.actions import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.execution.edges import Edge, Give, GiveGradients, Take, TakeGradients
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
+    from penstock.execution.transport import Progress
     from penstock.ir.actions import Action, ComputationType
 
     LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -45,6 +47,7 @@ class Workplace:
         count: how many stages the pipeline has.
         microbatches: how many microbatches.
         loss_fn: the loss of an output and a target; None for a forward alone.
+        progress: shows when an operation waits.
     """
 
     def __init__(
@@ -55,18 +58,38 @@ class Workplace:
         count: int,
         microbatches: int,
         loss_fn: LossFunction | None,
+        progress: Progress,
     ) -> None:
         self.stages = stages
         self.edges = edges
+        self.progress = progress
         self.count = count
         self.microbatches = microbatches
         self.loss_fn = loss_fn
 
-    def operation(self, action: Action, part: Callable[[Action], Operation | None] | None = None) -> Operation | None:
-        """What to do for an action; None if there is nothing. `part` makes the operations of an overlap's parts."""
+    def operation(self, action: Action) -> Operation | None:
+        """What to do for an action; None if there is nothing to do."""
         if action.computation_type is OVERLAP_F_B:
-            return _in_turn([made for one in action.leaves if (made := (part or self.operation)(one))])
+            return run_in_sequence(map(self.operation, action.parts))
         return _MAKERS[action.computation_type](self, action)
+
+    def label(self, action: Action) -> str:
+        """The text of an action."""
+        return str(action)
+
+    def release_sends(self, keys: Sequence[int]) -> Operation:
+        """Wait for sends, and let go of their tensors."""
+        progress = self.progress
+
+        def release(step: Step) -> None:
+            for key in keys:
+                for transfer, tensor, version in step.sending.pop(key, ()):
+                    progress.waiting = True
+                    transfer.wait()
+                    progress.waiting = False
+                    check_unchanged(tensor, version)
+
+        return release
 
     def _slot(self, action: Action) -> int:
         return action.stage_index * self.microbatches + _microbatch(action)
@@ -206,14 +229,6 @@ def loss_of(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
             f"loss_fn raised {type(error).__name__}: {error}; it was called without a target: pass target= on the rank "
             "of the last stage"
         ) from error
-
-
-def _in_turn(parts: Sequence[Operation]) -> Operation:
-    def in_turn(step: Step) -> None:
-        for part in parts:
-            part(step)
-
-    return in_turn
 
 
 def _microbatch(action: Action) -> int:

@@ -42,6 +42,15 @@ class Progress:
     waiting: bool | None = None
     call: str = "exchange()"
 
+    def enter(self, labels: Sequence[str], peers: Sequence[int | None], waits: Sequence[str]) -> None:
+        """Begin a step with these operations."""
+        self.index = -1
+        self.labels = labels
+        self.peers = peers
+        self.waits = waits
+        self.waiting = False
+        self.step += 1
+
 
 class Link(Protocol):
     """Moves tensors between the ranks of one pipeline."""

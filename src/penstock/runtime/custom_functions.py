@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StageError
+from penstock.execution.operations import CustomOperations
 
 if TYPE_CHECKING:
     from penstock.execution.native import Workplace
@@ -47,26 +48,17 @@ class Context:
         return found
 
 
-class Custom:
-    """Makes operations: of the user's functions where there are any, else the runtime's own."""
+class Custom(CustomOperations["Step"]):
+    """The operations of a pipeline, with the user's functions where there are any."""
 
     def __init__(
         self, pipe: Pipeline, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]
     ) -> None:
-        self._pipe = pipe
-        self._workplace = workplace
-        self._functions = functions
+        super().__init__(workplace, functions, lambda step: Context(pipe, step, self), in_overlaps=True)
         self._defaults: dict[Action, Operation | None] = {}
 
     def default(self, action: Action) -> Operation | None:
         """What the runtime itself does."""
         if action not in self._defaults:
-            self._defaults[action] = self._workplace.operation(action)
+            self._defaults[action] = self.inner.operation(action)
         return self._defaults[action]
-
-    def operation(self, action: Action) -> Operation | None:
-        """What is to be done for an action."""
-        function = self._functions.get(action.computation_type)
-        if function is None:
-            return self._workplace.operation(action, self.operation)
-        return lambda step: function(action, Context(self._pipe, step, self))

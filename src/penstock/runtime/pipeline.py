@@ -20,7 +20,8 @@ from penstock.execution.stage import Stage, device_of
 from penstock.execution.step import Step, unlike_samples
 from penstock.execution.training_check import TrainingCheck
 from penstock.execution.trees import map_tensors
-from penstock.ir.actions import ComputationType
+from penstock.ir import packed
+from penstock.ir.actions import COMPUTE, FORWARD, ComputationType
 from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
 from penstock.runtime.batches import Batches
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 #: In seconds: more often than this, the beginning of a step does not ask whether another rank has failed; in the step
 #: it is noticed all the same.
 _ASKED_EVERY: Final = 0.05
+_BACKWARDS: Final = COMPUTE - {FORWARD}
 #: Arguments of a Pipeline whose names say that they are not for a stage.
 _OF_CONSTRUCTOR: Final = frozenset(
     {
@@ -388,9 +390,7 @@ class Pipeline:
 
     @property
     def _forward_only(self) -> bool:
-        return all(
-            part.computation_type is ComputationType.FORWARD for row in only_compute(self.schedule) for part in row
-        )
+        return not packed.kind_mask(_BACKWARDS).take(packed.types(self.schedule.codes)).any()
 
     def _begin(self) -> None:
         """Make sure that all ranks have been given the same, and that the edges come up."""
@@ -483,14 +483,6 @@ class Pipeline:
     def _action(self) -> Action | None:
         """The action under way."""
         return self._programs.action()
-
-
-def only_compute(schedule: Schedule) -> list[list[Any]]:
-    """The compute actions of each row, overlaps taken apart."""
-    return [
-        [part for action in row if action is not None and action.is_compute for part in action.leaves]
-        for row in schedule.actions
-    ]
 
 
 def _stages(stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage]) -> dict[int, Stage]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
+from penstock.execution.compiler import compile_program
 from penstock.execution.edges import Agreed, Announced, Local
 from penstock.execution.microbatch_kinds import kinds_of
 from penstock.execution.native import Workplace
-from penstock.execution.program import compiled, only_forwards
+from penstock.execution.send_releases import find_releases
 from penstock.execution.single_tensor_edge import Single, is_single
 from penstock.graph.comm_model import CommModel
-from penstock.ir.schedule import Schedule
+from penstock.lowering.forwards import forwards_of
 from penstock.lowering.pipeline import lower
 from penstock.runtime import shape_negotiation as agreeing
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from penstock.execution.native import LossFunction
     from penstock.execution.program import Program
     from penstock.execution.stage import Stage
+    from penstock.execution.step import Step
     from penstock.ir.actions import Action
+    from penstock.ir.schedule import Schedule
     from penstock.runtime.batches import Batch
     from penstock.runtime.custom_functions import Custom
     from penstock.runtime.transport.protocol import Transport
@@ -70,11 +73,11 @@ class Programs:
         self._shapes = shapes
         self._loss_fn = loss_fn
         self._verify = verify
-        self._made: dict[str, Program] = {}
+        self._made: dict[str, Program[Step]] = {}
         self._seen: Any = None
         self._seen_form: Any = None
 
-    def training(self, batch: Batch, customized: Customized) -> Program:
+    def training(self, batch: Batch, customized: Customized) -> Program[Step]:
         """The program of a step; the first time, all ranks agree on what goes over the edges.
 
         Args:
@@ -90,17 +93,12 @@ class Programs:
             self._made["training"] = self._compiled(self._schedule, self.edges, self._loss_fn, customized)
         return self._made["training"]
 
-    def evaluation(self, customized: Customized, *, with_loss: bool) -> Program:
+    def evaluation(self, customized: Customized, *, with_loss: bool) -> Program[Step]:
         """The program of an evaluation: the forwards, lowered for themselves."""
         name = f"evaluation with_loss={with_loss}"
         if name not in self._made:
-            schedule = Schedule(
-                only_forwards(self._schedule.actions),
-                placement=self._schedule.placement,
-                microbatches=self._schedule.microbatches,
-            )
             model = in_view_of_headers(self._transport.model)
-            lowered = lower(schedule, reduce=False, model=model, verify=self._verify)
+            lowered = lower(forwards_of(self._schedule), reduce=False, model=model, verify=self._verify)
             edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._touching()}
             self._made[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None, customized)
         return self._made[name]
@@ -111,9 +109,8 @@ class Programs:
 
     def action(self) -> Action | None:
         """The action under way."""
-        progress = self._transport.progress
-        program = next((one for one in self._made.values() if one.labels is progress.labels), None)
-        return program.actions[progress.index] if program and progress.index >= 0 else None
+        lines = (program.line_at(self._transport.progress) for program in self._made.values())
+        return next((line.cell for line in lines if line is not None), None)
 
     def _check_seen(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> None:
         """Shapes are agreed once; others would be received into buffers of the wrong size."""
@@ -159,14 +156,26 @@ class Programs:
 
     def _compiled(
         self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: LossFunction | None, customized: Customized
-    ) -> Program:
-        workplace = Workplace(
-            self._stages, edges, count=schedule.stages, microbatches=schedule.microbatches, loss_fn=loss_fn
-        )
+    ) -> Program[Step]:
         transport = self._transport
-        early = transport.model.lanes == "message"
-        operation = customized(workplace).operation
-        return compiled(schedule, transport.rank, operation, transport.progress, early=early)
+        workplace = Workplace(
+            self._stages,
+            edges,
+            count=schedule.stages,
+            microbatches=schedule.microbatches,
+            loss_fn=loss_fn,
+            progress=transport.progress,
+        )
+        # Only where messages do not queue may receives be posted early, and sends waited for without a proof.
+        has_no_lanes = transport.model.lanes == "message"
+        return compile_program(
+            [action for action in schedule.actions[transport.rank] if action is not None],
+            customized(workplace),
+            find_releases(schedule, transport.rank, by_level=has_no_lanes),
+            rank=transport.rank,
+            rank_of=dict(enumerate(schedule.placement.rank_of)).get,
+            early_receives=has_no_lanes,
+        )
 
 
 def check_shapes(shapes: object) -> None:

@@ -151,7 +151,7 @@ class Recording:
         if kind is None and self.steps:
             self._share()
 
-    def run(self, program: Program, step: Step) -> None:
+    def run(self, program: Program[Step], step: Step) -> None:
         """Run a program by the clock."""
         transport = self._pipe.transport
         transport.exchange(b"")

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.errors import StageError
 from penstock.execution.data_parallel.ddp import Averaged
 from penstock.execution.data_parallel.fsdp import Sharded
+from penstock.ir import packed
 from penstock.ir.actions import REDUCE_GRAD
 
 if TYPE_CHECKING:
@@ -121,12 +122,8 @@ def reductions_of(schedule: Schedule) -> frozenset[int]:
     >>> sorted(reductions_of(ps.lower(schedule))), sorted(reductions_of(ps.lower(schedule, reduce=False)))
     ([0, 1], [])
     """
-    return frozenset(
-        action.stage_index
-        for row in schedule.actions
-        for action in row
-        if action is not None and action.computation_type is REDUCE_GRAD
-    )
+    codes = schedule.codes
+    return frozenset(packed.stages(codes[packed.types(codes) == packed.TYPE_NUMBER[REDUCE_GRAD]]).tolist())
 
 
 def _modules_of(module: torch.nn.Module, home: str, name: str) -> list[Any]:

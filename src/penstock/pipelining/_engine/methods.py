@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch.distributed.fsdp import FSDPModule
 
+from penstock.execution.messages import sent_by
+from penstock.execution.operations import run_in_sequence
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -21,22 +23,25 @@ from penstock.ir.actions import (
     UNSHARD,
 )
 from penstock.pipelining._engine.operations import (
+    post_together,
     receive_backward,
     receive_forward,
     reduction,
     resharding,
+    scaling,
     send_backward,
     send_forward,
-    together,
     unsharding,
 )
+from penstock.pipelining._schedule.actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule.passes import OrderError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from penstock.execution.messages import Message
     from penstock.ir.actions import ComputationType
-    from penstock.pipelining._engine.program import Operation, Step
+    from penstock.pipelining._engine.step import MethodStep, Operation
     from penstock.pipelining._schedule.actions import _Action
 
 
@@ -56,8 +61,24 @@ class Calls(NamedTuple):
     gathers: bool = False
 
 
-class Maker:
-    """Makes operations.
+class ScaleGradients(NamedTuple):
+    """A cell of a row that has no REDUCE_GRAD: divide the gradients of a stage by the number of microbatches."""
+
+    stage_index: int
+
+
+class Posted(NamedTuple):
+    """A cell of a row: transfers that are posted together, under a name that is passed on to what posts them."""
+
+    transfers: tuple[_Action, ...]
+    desc: str
+    label: str | None = None
+
+
+class MethodOperations:
+    """Runs actions by the methods of the stages, looked up when they run: what a program overrides there counts.
+
+    It refers to stages only, never to the schedule, and so is not part of a reference cycle.
 
     Args:
         stages: the stages of the rank by index.
@@ -65,33 +86,60 @@ class Maker:
         calls: how stages are called.
         trains: whether there are backwards.
         directly: whether messages begin without operations that describe them.
+        label: what a profiler shows for a cell.
     """
 
     def __init__(
-        self, stages: Mapping[int, Any], microbatches: int, calls: Calls, *, trains: bool, directly: bool = False
+        self,
+        stages: Mapping[int, Any],
+        microbatches: int,
+        calls: Calls,
+        *,
+        trains: bool,
+        directly: bool = False,
+        label: Callable[[Any], str | None] = _get_profiler_function_name,
     ) -> None:
         self.stages = stages
+        self.label = label
         self._directly = directly
         self._microbatches = microbatches
         self._calls = calls
         self._trains = trains
 
-    def operation(self, action: _Action, place: int) -> Operation | None:
-        """What is done for an action at this place of the row; None if nothing is."""
+    def operation(self, cell: Any) -> Operation | None:
+        """What to do for a cell of a row; None if there is nothing to do."""
+        if isinstance(cell, ScaleGradients):
+            return scaling(self.stages[cell.stage_index], self._microbatches) if self._trains else None
+        if isinstance(cell, Posted):
+            return post_together(self.stages, cell, self._microbatches)
+        return self._action(cell)
+
+    def release_sends(self, keys: Sequence[int]) -> Operation:
+        """Wait for sends, which lets go of their tensors."""
+
+        def release(step: MethodStep) -> None:
+            for key in keys:
+                works = step.sends.pop(key, None)
+                if works:
+                    step.wait(works)
+
+        return release
+
+    def _action(self, action: _Action) -> Operation | None:
         kind, microbatch = action.computation_type, action.microbatch_index
         if kind is OVERLAP_F_B:
             if not action.sub_actions:
                 raise OrderError(f"{action!r} has no sub_actions; write e.g. '(2F5;7B3)OVERLAP_F_B'")
-            return together([self.operation(part, place) for part in action.leaves])
+            return run_in_sequence(map(self._action, action.parts))
         stage = self.stage(action)
         if kind in SHARDING:
             return self._sharding(stage, kind)
         if microbatch is None:
             raise OrderError(f"{action!r} has no microbatch; write e.g. '{action.stage_index}{kind}0'")
-        if kind is SEND_F:
-            return self._send_forward(stage, microbatch, place)
-        if kind is SEND_B:
-            return self._send_backward(stage, microbatch, place)
+        if kind in (SEND_F, SEND_B):
+            key = cast("Message", sent_by(action)).key(self._microbatches)
+            send = self._send_forward if kind is SEND_F else self._send_backward
+            return send(stage, microbatch, key)
         if kind is RECV_F:
             return self._receive_forward(stage, microbatch)
         if kind is RECV_B:
@@ -128,7 +176,7 @@ class Maker:
         key, arrive = (stage.stage_index, microbatch), self._arrival(stage)
         saves, computes_loss = self._calls.saves_outputs, self._calls.computes_loss
 
-        def run_forward(step: Step) -> None:
+        def run_forward(step: MethodStep) -> None:
             if arrive is not None:
                 arrive(step)
             if receives:
@@ -157,7 +205,7 @@ class Maker:
         hand_over = None if before is None else self._hand_over(stage, before, microbatch)
         whole = {"full_backward": True} if self._calls.tells_whole else {}
 
-        def run_backward(step: Step) -> None:
+        def run_backward(step: MethodStep) -> None:
             if arrive is not None:
                 arrive(step)
             if receives:
@@ -178,7 +226,7 @@ class Maker:
         arrive, key = self._arrival(stage), (stage.stage_index, microbatch)
         hand_over = None if before is None else self._hand_over(stage, before, microbatch)
 
-        def run_backward_input(step: Step) -> None:
+        def run_backward_input(step: MethodStep) -> None:
             if arrive is not None:
                 arrive(step)
             if receives:
@@ -196,7 +244,7 @@ class Maker:
     def _backward_weight(self, stage: Any, microbatch: int) -> Operation:
         index, arrive, microbatches = stage.stage_index, self._arrival(stage), self._microbatches
 
-        def run_backward_weight(step: Step) -> None:
+        def run_backward_weight(step: MethodStep) -> None:
             if arrive is not None:
                 arrive(step)
             counter = step.counter
@@ -205,11 +253,11 @@ class Maker:
 
         return run_backward_weight
 
-    def _send_forward(self, stage: Any, microbatch: int, place: int) -> Operation:
-        return send_forward(stage, microbatch, place, directly=self._directly)
+    def _send_forward(self, stage: Any, microbatch: int, key: int) -> Operation:
+        return send_forward(stage, microbatch, key, directly=self._directly)
 
-    def _send_backward(self, stage: Any, microbatch: int, place: int) -> Operation:
-        return send_backward(stage, microbatch, place, directly=self._directly)
+    def _send_backward(self, stage: Any, microbatch: int, key: int) -> Operation:
+        return send_backward(stage, microbatch, key, directly=self._directly)
 
     def _receive_forward(self, stage: Any, microbatch: int) -> Operation:
         return receive_forward(stage, microbatch, directly=self._directly)

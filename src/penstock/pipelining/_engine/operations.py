@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from torch.distributed.fsdp import FSDPModule
 
+from penstock.execution.messages import sent_by
+from penstock.ir.actions import RECV_B, RECV_F, SEND_B, SEND_F
 from penstock.pipelining._schedule.passes import OrderError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.pipelining._engine.program import Custom, Operation, Step, Works
+    from penstock.pipelining._engine.methods import Posted
+    from penstock.pipelining._engine.step import MethodStep, Operation, Works
     from penstock.pipelining._schedule.actions import _Action
 
 
@@ -32,10 +35,14 @@ _OUTPUT_GRADIENTS: Final = _Way("get_bwd_recv_ops", "_receive_gradients")
 _INPUTS: Final = _Way("get_fwd_recv_ops", "_receive_inputs")
 _INPUT_GRADIENTS: Final = _Way("get_bwd_send_ops", "_send_gradients")
 
+#: The ways of messages, by the type of the action that posts them.
+_METHODS: Final = {SEND_F: _OUTPUTS, RECV_B: _OUTPUT_GRADIENTS, RECV_F: _INPUTS, SEND_B: _INPUT_GRADIENTS}
+_SENDING: Final = (SEND_F, SEND_B)
+
 
 def _begins(
     way: _Way, stage: Any, microbatch: int, told: tuple[str, ...], *, directly: bool
-) -> Callable[[Step], Works]:
+) -> Callable[[MethodStep], Works]:
     """What begins the messages of a microbatch; ``told`` is what whoever posts operations is told about them."""
     if directly:
         begin = getattr(stage, way.directly)
@@ -43,28 +50,53 @@ def _begins(
     return lambda step: step.post(getattr(stage, way.operations)(microbatch), *told)
 
 
-def send_forward(stage: Any, microbatch: int, place: int, *told: str, directly: bool = False) -> Operation:
+def send_forward(stage: Any, microbatch: int, key: int, *told: str, directly: bool = False) -> Operation:
     """Send an output."""
-    return _sending(_begins(_OUTPUTS, stage, microbatch, told, directly=directly), place)
+    return _sending(_begins(_OUTPUTS, stage, microbatch, told, directly=directly), key)
 
 
-def send_backward(stage: Any, microbatch: int, place: int, *told: str, directly: bool = False) -> Operation:
+def send_backward(stage: Any, microbatch: int, key: int, *told: str, directly: bool = False) -> Operation:
     """Send the gradient of an input."""
-    return _sending(_begins(_INPUT_GRADIENTS, stage, microbatch, told, directly=directly), place)
+    return _sending(_begins(_INPUT_GRADIENTS, stage, microbatch, told, directly=directly), key)
 
 
-def _sending(begin: Callable[[Step], Works], place: int) -> Operation:
-    def send(step: Step) -> None:
-        step.sends[place] = begin(step)
+def _sending(begin: Callable[[MethodStep], Works], key: int) -> Operation:
+    def send(step: MethodStep) -> None:
+        step.sends[key] = begin(step)
 
     return send
+
+
+def post_together(stages: Mapping[int, Any], cell: Posted, microbatches: int) -> Operation:
+    """Post several transfers at once; a backend with lanes may make one of them."""
+    sends = [action for action in cell.transfers if action.computation_type in _SENDING]
+    receives = [action for action in cell.transfers if action.computation_type not in _SENDING]
+    keys = [message.key(microbatches) for message in map(sent_by, sends) if message is not None]
+
+    def operations_of(actions: Sequence[_Action]) -> list[Any]:
+        return [
+            operation
+            for stage, kind, microbatch, _ in actions
+            for operation in getattr(stages[stage], _METHODS[kind].operations)(microbatch)
+        ]
+
+    def post(step: MethodStep) -> None:
+        sending, receiving = operations_of(sends), operations_of(receives)
+        works = step.post(sending + receiving, cell.desc) if sending or receiving else []
+        if keys and len(works) == len(sending) + len(receiving):
+            step.sends[keys[0]], works = works[: len(sending)], works[len(sending) :]
+        for stage, kind, microbatch, _ in receives:
+            posted = step.forward_receives if kind is RECV_F else step.backward_receives
+            posted[stage, cast("int", microbatch)] = works
+
+    return post
 
 
 def receive_forward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
     """Begin to receive an input."""
     key, begin = (stage.stage_index, microbatch), _begins(_INPUTS, stage, microbatch, told, directly=directly)
 
-    def receive(step: Step) -> None:
+    def receive(step: MethodStep) -> None:
         if key in step.forward_receives:
             raise OrderError(f"{key[0]}RECV_F{microbatch} is there twice, without {key[0]}F{microbatch} between")
         step.forward_receives[key] = begin(step)
@@ -77,7 +109,7 @@ def receive_backward(stage: Any, microbatch: int, *told: str, directly: bool = F
     key = (stage.stage_index, microbatch)
     begin = _begins(_OUTPUT_GRADIENTS, stage, microbatch, told, directly=directly)
 
-    def receive(step: Step) -> None:
+    def receive(step: MethodStep) -> None:
         if key in step.backward_receives:
             raise OrderError(f"{key[0]}RECV_B{microbatch} is there twice, without a backward between")
         step.backward_receives[key] = begin(step)
@@ -85,31 +117,10 @@ def receive_backward(stage: Any, microbatch: int, *told: str, directly: bool = F
     return receive
 
 
-def ending(places: Sequence[int]) -> Operation:
-    """Wait for sends, which lets go of their tensors."""
-
-    def end(step: Step) -> None:
-        for place in places:
-            works = step.sends.pop(place, None)
-            if works:
-                step.wait(works)
-
-    return end
-
-
-def custom(function: Custom, action: _Action) -> Operation:
-    """A function of the user in place of an action."""
-
-    def run_custom(step: Step) -> None:
-        function(action, step.context())
-
-    return run_custom
-
-
 def scaling(stage: Any, microbatches: int) -> Operation:
     """Divide gradients by the number of microbatches, if the schedule says so."""
 
-    def scale(step: Step) -> None:
+    def scale(step: MethodStep) -> None:
         stage.scale_grads(microbatches if step.schedule.scale_grads else 1)
 
     return scale
@@ -118,28 +129,17 @@ def scaling(stage: Any, microbatches: int) -> Operation:
 def reduction(stage: Any, microbatches: int) -> Operation:
     """Share gradients among replicas, and divide them."""
 
-    def reduce(step: Step) -> None:
+    def reduce(step: MethodStep) -> None:
         stage.perform_reduce_grad(microbatches if step.schedule.scale_grads else 1)
 
     return reduce
-
-
-def together(operations: Sequence[Operation | None]) -> Operation:
-    """The parts of an overlap, one after another."""
-    parts = [operation for operation in operations if operation is not None]
-
-    def overlap(step: Step) -> None:
-        for part in parts:
-            part(step)
-
-    return overlap
 
 
 def unsharding(stage: Any) -> Operation:
     """Begin to gather the parameters of a stage."""
     index = stage.stage_index
 
-    def unshard(step: Step) -> None:
+    def unshard(step: MethodStep) -> None:
         schedule = step.schedule
         if index in schedule.unsharded_stages or index in schedule.unshard_ops:
             raise OrderError(f"{index}UNSHARD, but stage {index} is unsharded already")
@@ -153,7 +153,7 @@ def resharding(stage: Any) -> Operation:
     """Let go of what was gathered."""
     index = stage.stage_index
 
-    def reshard(step: Step) -> None:
+    def reshard(step: MethodStep) -> None:
         schedule = step.schedule
         if index not in schedule.unsharded_stages or index in schedule.unshard_ops:
             raise OrderError(f"{index}RESHARD, but stage {index} is not unsharded, or was not used since")

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.execution.autograd import accumulate, taken
-from penstock.pipelining._engine.methods import Maker
+from penstock.pipelining._engine.methods import MethodOperations
 from penstock.pipelining._stage.compute import LEFT, cut_off, flat, nothing
 from penstock.pipelining._stage.messages import beginning
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
@@ -21,7 +21,7 @@ from penstock.pipelining._utils import _TensorMeta
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.pipelining._engine.program import Key, Operation, Step, Works
+    from penstock.pipelining._engine.step import Key, MethodStep, Operation, Works
     from penstock.pipelining._stage.compute import Gradients
     from penstock.pipelining._stage.transfers import Layout, _RecvInfo
 
@@ -33,7 +33,7 @@ _NOTHING: Final[tuple[tuple[Any, ...], list[Any]]] = ((), [])
 _NO_STATE: Final[tuple[Any, ...]] = ((), None, (), ())
 
 
-class PlainMaker(Maker):
+class PlainMaker(MethodOperations):
     """Makes operations for stages on which nothing is replaced."""
 
     def forward(self, stage: Any, microbatch: int, after: Any = None, *, receives: bool) -> Operation:
@@ -42,7 +42,7 @@ class PlainMaker(Maker):
         key, is_first, is_last = (stage.stage_index, microbatch), stage.is_first, stage.is_last
         keeps_all, computes_loss = not self._calls.saves_outputs, self._calls.computes_loss
 
-        def run_forward(step: Step) -> None:
+        def run_forward(step: MethodStep) -> None:
             info = None if is_first else _only(stage.args_recv_info[microbatch])
             if (info is None and not is_first) or (receives and not _waited(step.forward_receives, key)):
                 by_methods(step)
@@ -73,7 +73,7 @@ class PlainMaker(Maker):
         index, is_first, is_last = stage.stage_index, stage.is_first, stage.is_last
         root_of = _root_of_loss if is_last else _root_of_output
 
-        def run_backward(step: Step) -> None:
+        def run_backward(step: MethodStep) -> None:
             root = root_of(stage, microbatch, step, receives)
             if root is None:
                 by_methods(step)
@@ -92,7 +92,7 @@ class PlainMaker(Maker):
         is_first, is_last = stage.is_first, stage.is_last
         root_of = _root_of_loss if is_last else _root_of_output
 
-        def run_backward_input(step: Step) -> None:
+        def run_backward_input(step: MethodStep) -> None:
             ends_at_one = is_first or _has_one_input(stage, microbatch)
             root = root_of(stage, microbatch, step, receives) if ends_at_one else None
             if root is None:
@@ -115,7 +115,7 @@ class PlainMaker(Maker):
         by_methods = super()._backward_weight(stage, microbatch)
         index = stage.stage_index
 
-        def run_backward_weight(step: Step) -> None:
+        def run_backward_weight(step: MethodStep) -> None:
             inputs, left, outputs, gradients = stage.backward_state.get(microbatch, _NO_STATE)
             if left is None and not _begins_at_one(outputs, gradients):
                 by_methods(step)
@@ -131,10 +131,10 @@ class PlainMaker(Maker):
 
         return run_backward_weight if self._trains else by_methods
 
-    def _send_forward(self, stage: Any, microbatch: int, place: int) -> Operation:
-        by_methods = super()._send_forward(stage, microbatch, place)
+    def _send_forward(self, stage: Any, microbatch: int, key: int) -> Operation:
+        by_methods = super()._send_forward(stage, microbatch, key)
 
-        def send(step: Step) -> None:
+        def send(step: MethodStep) -> None:
             outputs, inputs = stage.fwd_cache.get(microbatch, _NOTHING)
             layout = _only_layout(stage._output_layouts, stage._metas_of(microbatch).outputs)
             targets = stage.act_send_info.get(0, ())
@@ -145,7 +145,7 @@ class PlainMaker(Maker):
             if not layout.fits(tensor) or targets[0] is None:
                 by_methods(step)
                 return
-            step.sends[place] = [stage._connection(targets[0]).send(tensor)]
+            step.sends[key] = [stage._connection(targets[0]).send(tensor)]
             if stage._has_backward:
                 stage.fwd_cache[microbatch] = (beginning(outputs[0]),), inputs
             else:
@@ -153,10 +153,10 @@ class PlainMaker(Maker):
 
         return send
 
-    def _send_backward(self, stage: Any, microbatch: int, place: int) -> Operation:
-        by_methods = super()._send_backward(stage, microbatch, place)
+    def _send_backward(self, stage: Any, microbatch: int, key: int) -> Operation:
+        by_methods = super()._send_backward(stage, microbatch, key)
 
-        def send(step: Step) -> None:
+        def send(step: MethodStep) -> None:
             gradients: Sequence[Any] = stage.bwd_cache.get(microbatch, ())
             targets: Sequence[Any] = stage.grad_send_info or ()
             layout = _only_layout(stage._gradient_layouts, stage._metas_of(microbatch).input_grads)
@@ -167,14 +167,14 @@ class PlainMaker(Maker):
                 by_methods(step)
                 return
             del stage.bwd_cache[microbatch]
-            step.sends[place] = [stage._connection(targets[0]).send(gradients[0])]
+            step.sends[key] = [stage._connection(targets[0]).send(gradients[0])]
 
         return send
 
     def _receive_forward(self, stage: Any, microbatch: int) -> Operation:
         by_methods, key = super()._receive_forward(stage, microbatch), (stage.stage_index, microbatch)
 
-        def receive(step: Step) -> None:
+        def receive(step: MethodStep) -> None:
             if not _received(stage, stage.args_recv_info[microbatch], step.forward_receives, key):
                 by_methods(step)
 
@@ -183,7 +183,7 @@ class PlainMaker(Maker):
     def _receive_backward(self, stage: Any, microbatch: int) -> Operation:
         by_methods, key = super()._receive_backward(stage, microbatch), (stage.stage_index, microbatch)
 
-        def receive(step: Step) -> None:
+        def receive(step: MethodStep) -> None:
             if not _received(stage, stage.grad_recv_info[microbatch], step.backward_receives, key):
                 by_methods(step)
 
@@ -255,7 +255,7 @@ def _hand_back(stage: Any, microbatch: int, gradients: Gradients, before: Any) -
         before.set_local_bwd_input(gradients, microbatch)
 
 
-def _root_of_loss(stage: Any, microbatch: int, step: Step, _receives: bool) -> Root | None:
+def _root_of_loss(stage: Any, microbatch: int, step: MethodStep, _receives: bool) -> Root | None:
     """Where the backward of a microbatch in the last stage begins; None if that is not at a loss of one number."""
     if microbatch not in stage.fwd_cache or microbatch in stage._by_keyword:
         return None
@@ -265,7 +265,7 @@ def _root_of_loss(stage: Any, microbatch: int, step: Step, _receives: bool) -> R
     return loss, torch.ones_like(loss)
 
 
-def _root_of_output(stage: Any, microbatch: int, step: Step, receives: bool) -> Root | None:
+def _root_of_output(stage: Any, microbatch: int, step: MethodStep, receives: bool) -> Root | None:
     """The same in another stage; None if it does not begin at one tensor, or nothing has come."""
     outputs, _ = stage.fwd_cache.get(microbatch, _NOTHING)
     info = _only(stage.grad_recv_info[microbatch])

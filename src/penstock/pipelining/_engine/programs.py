@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.execution.early_receives import Place, by_posting, computed_by
-from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, RECV_B, RECV_F, REDUCE_GRAD, SEND_B, SEND_F
-from penstock.pipelining._engine.methods import Calls, Maker
-from penstock.pipelining._engine.operations import (
-    custom,
-    ending,
-    scaling,
-)
+from penstock.errors import ScheduleError
+from penstock.execution.compiler import compile_program
+from penstock.execution.operations import CustomOperations
+from penstock.execution.send_releases import Releases, find_releases, release_at_end
+from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
+from penstock.pipelining._engine.coalesced import releases_of
+from penstock.pipelining._engine.methods import Calls, MethodOperations, ScaleGradients
 from penstock.pipelining._engine.plain import PlainMaker
-from penstock.pipelining._engine.program import Line, Program
 from penstock.pipelining._engine.selection import Shortcut
-from penstock.pipelining._engine.sends import ends_of_sends
 from penstock.pipelining._schedule.actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule.passes import OrderError
+from penstock.pipelining._schedule.rows import as_schedule
 from penstock.pipelining._stage.compute import is_as_written
 from penstock.pipelining._stage.inference import StageInference
 from penstock.pipelining._stage.transfers import is_gloo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from penstock.execution.operations import OperationSet
+    from penstock.execution.program import Program
     from penstock.ir.actions import ComputationType
-    from penstock.pipelining._engine.program import Custom
+    from penstock.pipelining._engine.step import Custom, MethodStep
 
-
-_TRANSFERS: Final = frozenset({SEND_F, SEND_B, RECV_F, RECV_B})
 #: Stands for the rank of a message where that is not known.
 _SOME_RANK: Final = -1
+
+
+class Compiled(NamedTuple):
+    """A program, and the stages whose gradients it scales, in order."""
+
+    program: Program[MethodStep]
+    scaled: Sequence[Any]
 
 
 class Kept:
     """A program, and what it was made from: it is made again when that has changed."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[bool, Shortcut], tuple[Program, tuple[Any, ...]]] = {}
+        self._made: dict[tuple[bool, Shortcut], tuple[Compiled, tuple[Any, ...]]] = {}
 
     def program(
         self,
@@ -55,8 +59,8 @@ class Kept:
         customs: Mapping[ComputationType, Custom],
         trains: bool,
         way: Shortcut,
-        make: Callable[[], Program],
-    ) -> Program:
+        make: Callable[[], Compiled],
+    ) -> Compiled:
         """The program for these rows; ``make`` makes it.
 
         There is one for training, one for evaluation, and of each one for every way. The row of this rank is compared
@@ -74,7 +78,7 @@ class Kept:
         return program
 
 
-def of_order(
+def program_of_order(
     rows: Mapping[int, Sequence[_Action]],
     rank: int,
     stages: Mapping[int, Any],
@@ -85,8 +89,8 @@ def of_order(
     way: Shortcut = Shortcut.NONE,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
-) -> Program:
-    """The program of one rank.
+) -> Compiled:
+    """Compile the program of one rank.
 
     Args:
         rows: the lowered actions of every rank.
@@ -101,36 +105,96 @@ def of_order(
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
     """
     customs = customs or {}
-    row = rows[rank]
-    _check_stages(row, stages, customs)
-    maker = maker_of(way, stages, microbatches, calls, trains=trains)
-    ended, left = ends_of_sends(rows, rank)
-    lines: list[Line] = []
-    scaled: list[Any] = []
-    transfers: dict[int, _Action] = {}
+    _check_stages(rows[rank], stages, customs)
+    row = [*_with_scaling(rows[rank], microbatches)] if scales_after_backward else rows[rank]
+    operations: OperationSet[MethodStep] = operations_of(way, stages, microbatches, calls, trains=trains)
+    if customs:
+        operations = CustomOperations(operations, customs, lambda step: step.context(), in_overlaps=False)
+    rank_of = _rank_of(stages)
+    program = compile_program(
+        row,
+        operations,
+        _releases(rows, row, rank, microbatches, rank_of),
+        rank=rank,
+        rank_of=rank_of,
+        early_receives=not customs and may_post_ahead(stages.values()),
+    )
+    return Compiled(program, _scaled(row, stages, customs) if trains else [])
+
+
+def program_of_row(
+    row: Sequence[Any],
+    stage: Any,
+    microbatches: int,
+    *,
+    calls: Calls,
+    trains: bool,
+    way: Shortcut,
+    in_flight: int,
+    label: Callable[[Any], str | None],
+) -> Compiled:
+    """Compile a row of one stage per rank whose cells say which transfers are posted together."""
+    stages = {stage.stage_index: stage}
+    program = compile_program(
+        row,
+        operations_of(way, stages, microbatches, calls, trains=trains, label=label),
+        releases_of(row, microbatches, in_flight=in_flight),
+        rank=stage.stage_index,
+        rank_of=lambda _: None,
+    )
+    return Compiled(program, _scaled(row, stages, {}) if trains else [])
+
+
+def _with_scaling(row: Iterable[_Action], microbatches: int) -> Iterator[Any]:
+    """A row with a cell for scaling after the last backward of each stage."""
     done: Counter[int] = Counter()
-    for place, action in enumerate(row):
-        kind, label = action.computation_type, _get_profiler_function_name(action)
-        if place in ended:
-            lines.append(Line(ending(ended[place]), label, place))
-        if kind in customs:
-            lines.append(Line(custom(customs[kind], action), label, place))
-        else:
-            if kind in _TRANSFERS:
-                transfers[len(lines)] = action
-            lines.append(Line(maker.operation(action, place), label, place))
-            scaled += [maker.stage(action)] if kind is REDUCE_GRAD and trains else []
-        for leaf in action.leaves if scales_after_backward and trains else ():
-            if leaf.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT):
-                done[leaf.stage_index] += 1
-                if done[leaf.stage_index] == microbatches:
-                    lines.append(Line(scaling(stages[leaf.stage_index], microbatches), label, place))
-                    scaled.append(stages[leaf.stage_index])
-    if left:
-        lines.append(Line(ending(left), None, len(row) - 1))
-    if not customs and may_post_ahead(stages.values()):
-        lines = _posted_early(lines, transfers, row, stages)
-    return Program(lines, scaled)
+    for action in row:
+        yield action
+        for part in action.parts:
+            if part.computation_type in (FULL_BACKWARD, BACKWARD_WEIGHT):
+                done[part.stage_index] += 1
+                if done[part.stage_index] == microbatches:
+                    yield ScaleGradients(part.stage_index)
+
+
+def _scaled(row: Iterable[Any], stages: Mapping[int, Any], customs: Mapping[ComputationType, Custom]) -> list[Any]:
+    """The stages whose gradients a row scales, in order."""
+    return [
+        stages[cell.stage_index]
+        for cell in row
+        if isinstance(cell, ScaleGradients)
+        or (isinstance(cell, _Action) and cell.computation_type is REDUCE_GRAD and REDUCE_GRAD not in customs)
+    ]
+
+
+def _releases(
+    rows: Mapping[int, Sequence[_Action]],
+    row: Sequence[Any],
+    rank: int,
+    microbatches: int,
+    rank_of: Callable[[int], int | None],
+) -> Releases:
+    """When sends are waited for; at the end if the rows of other ranks do not tell."""
+    try:
+        schedule = as_schedule(rows, microbatches=microbatches)
+    except ScheduleError:
+        return release_at_end((cell for cell in row if isinstance(cell, _Action)), microbatches, rank_of)
+    found = find_releases(schedule, sorted(rows).index(rank), by_level=True)
+    if len(row) == len(rows[rank]):
+        return found
+    # Positions count the actions of a schedule; here, cells for scaling stand between them.
+    places = [position for position, cell in enumerate(row) if isinstance(cell, _Action)]
+    return Releases({places[position]: keys for position, keys in found.after.items()}, found.at_end)
+
+
+def _rank_of(stages: Mapping[int, Any]) -> Callable[[int], int | None]:
+    """The ranks of stages. A stage of another kind may talk to others than its neighbours: then all are as one rank."""
+    if not all(isinstance(stage, StageInference) for stage in stages.values()):
+        return lambda _: _SOME_RANK
+    ranks: dict[int, int] = {}
+    for stage in stages.values():
+        ranks |= stage.stage_index_to_group_rank
+    return ranks.get
 
 
 def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Mapping[ComputationType, Custom]) -> None:
@@ -144,10 +208,18 @@ def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Ma
         )
 
 
-def maker_of(way: Shortcut, stages: Mapping[int, Any], microbatches: int, calls: Calls, *, trains: bool) -> Maker:
-    """What makes the operations of these stages, by this way."""
-    kind = PlainMaker if way is Shortcut.ALL else Maker
-    return kind(stages, microbatches, calls, trains=trains, directly=way >= Shortcut.MESSAGES)
+def operations_of(
+    way: Shortcut,
+    stages: Mapping[int, Any],
+    microbatches: int,
+    calls: Calls,
+    *,
+    trains: bool,
+    label: Callable[[Any], str | None] = _get_profiler_function_name,
+) -> MethodOperations:
+    """The operations of these stages, by this way."""
+    kind = PlainMaker if way is Shortcut.ALL else MethodOperations
+    return kind(stages, microbatches, calls, trains=trains, directly=way >= Shortcut.MESSAGES, label=label)
 
 
 def may_post_ahead(stages: Iterable[Any]) -> bool:
@@ -165,24 +237,3 @@ def may_post_ahead(stages: Iterable[Any]) -> bool:
 
 def _receives_in_the_usual_way(stage: Any) -> bool:
     return is_as_written(stage, "get_fwd_recv_ops", "get_bwd_recv_ops", "_get_recv_ops")
-
-
-def _posted_early(
-    lines: Sequence[Line], transfers: Mapping[int, _Action], row: Sequence[_Action], stages: Mapping[int, Any]
-) -> list[Line]:
-    """The same lines with receives ahead of some compute actions. Transfers are given by the number of their line.
-
-    The messages of a rank must be received in the order in which they are sent. If a stage may talk to others than its
-    neighbours, all messages are taken for those of one rank.
-    """
-    computed = [0, *accumulate(map(computed_by, row))]
-    known = all(isinstance(stage, StageInference) for stage in stages.values())
-
-    def place_of(number: int, line: Line) -> Place:
-        action, before = transfers.get(number), computed[line.step]
-        if action is None:
-            return Place(before)
-        ranks = stages[action.stage_index].stage_index_to_group_rank if known else {}
-        return Place.of(action, before, lambda stage: ranks.get(stage, _SOME_RANK))
-
-    return [lines[number] for number in by_posting([place_of(*one) for one in enumerate(lines)])]

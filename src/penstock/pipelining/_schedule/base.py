@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from penstock.execution.transport import Progress
 from penstock.pipelining._engine.gradient_scaling import scaled_once
 from penstock.pipelining._engine.preparation import Preparation
-from penstock.pipelining._engine.program import Step
 from penstock.pipelining._engine.programs import Kept
 from penstock.pipelining._engine.selection import looked_at, shortcut
+from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._stage.sharded_batch import check_samples, count_samples, has_dtensors, restore_order
 from penstock.pipelining._utils import InferenceMode
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from penstock.ir.actions import ComputationType
-    from penstock.pipelining._engine.program import Batch, Program
+    from penstock.pipelining._engine.programs import Compiled
     from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._engine.step import Batch
     from penstock.pipelining._stage.sharded_batch import Samples
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
@@ -369,7 +371,7 @@ class _PipelineSchedule(ABC):
         batch: Batch,
         *,
         stages: list[Any],
-        program: Callable[[Shortcut], Program],
+        program: Callable[[Shortcut], Compiled],
         initialize: Callable[..., None],
     ) -> None:
         """A step, as ``_step_microbatches`` is told it.
@@ -403,10 +405,10 @@ class _PipelineSchedule(ABC):
         """The types of the actions in place of which functions of the user run."""
         return ()
 
-    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> MethodStep:
         """The state of a step that begins, with these arguments in place of what may not be given."""
         names, targets, losses = replaceable(), batch.target_mbs, batch.losses
-        return Step(
+        return MethodStep(
             schedule=self,
             arg_mbs=arg_mbs,
             kwarg_mbs=kwarg_mbs,
@@ -418,13 +420,17 @@ class _PipelineSchedule(ABC):
             context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, targets, losses),
         )
 
-    def _run(self, program: Program, step: Step) -> None:
+    def _run(self, made: Compiled, step: MethodStep) -> None:
         """Run a program."""
         factor = self._n_microbatches if self.scale_grads else 1
+        program, progress = made.program, Progress()
         try:
-            with scaled_once(program.scaled, factor):
-                program.run(step, replaceable().record_function, self._tell_failure)
-        except BaseException:
+            with scaled_once(made.scaled, factor):
+                program.run(step, progress, replaceable().record_function)
+        except BaseException as error:
+            line = program.line_at(progress)
+            if line is not None and isinstance(error, Exception):
+                self._tell_failure(line.position)
             self._forget_losses()
             waited_for: list[list[Any]] = [*step.forward_receives.values(), *step.backward_receives.values()]
             self._was_cut_off = any(

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.pipelining._engine.methods import Calls
-from penstock.pipelining._engine.program import Batch
-from penstock.pipelining._engine.programs import of_order
+from penstock.pipelining._engine.programs import program_of_order
+from penstock.pipelining._engine.step import Batch
 from penstock.pipelining._schedule.actions import _Action
 from penstock.pipelining._schedule.base import _PipelineSchedule, logger
 from penstock.pipelining._schedule.passes import OrderError, compute_rows_with_transfers
@@ -19,7 +19,7 @@ from penstock.pipelining._utils import generate_stage_to_rank_mapping
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from penstock.pipelining._engine.program import Program
+    from penstock.pipelining._engine.programs import Compiled
     from penstock.pipelining._engine.selection import Shortcut
     from penstock.pipelining._schedule.rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec
@@ -152,7 +152,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         self._run_microbatches(batch, stages=self._stages, program=self._program, initialize=self._initialize_stages)
 
-    def _program(self, way: Shortcut) -> Program:
+    def _program(self, way: Shortcut) -> Compiled:
         """The program of this rank: the order with transfers, which are not part of it."""
         trains, order = self._has_backward, self.pipeline_order
         return self._kept.program(
@@ -163,7 +163,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             {},
             trains,
             way,
-            lambda: of_order(
+            lambda: program_of_order(
                 compute_rows_with_transfers(order, self.stage_index_to_group_rank, self._num_stages),
                 self.rank,
                 self._stages_by_index(),

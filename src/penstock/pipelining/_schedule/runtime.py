@@ -19,7 +19,7 @@ from penstock.ir.actions import (
     UNSHARD,
 )
 from penstock.pipelining._engine.methods import Calls
-from penstock.pipelining._engine.programs import of_order
+from penstock.pipelining._engine.programs import program_of_order
 from penstock.pipelining._schedule.base import logger
 from penstock.pipelining._schedule.multi import PipelineScheduleMulti, read_csv, write_csv
 from penstock.pipelining._schedule.passes import OrderError, lowered_rows
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from penstock.pipelining._engine.program import Batch, Custom, Program, Step
+    from penstock.pipelining._engine.programs import Compiled
     from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._engine.step import Batch, Custom, MethodStep
     from penstock.pipelining._schedule.actions import _Action, _ComputationType
     from penstock.pipelining._schedule.base import _PipelineSchedule
     from penstock.pipelining._schedule.rows import LoweredRows, Rows
@@ -166,16 +167,16 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if index not in self.unsharded_stages:
             raise OrderError(f"stage {index} computes while its parameters are sharded; put {index}UNSHARD before")
 
-    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> MethodStep:
         self.backward_counter.clear()
         step = super()._new_step(batch, arg_mbs, kwarg_mbs)
         step.forward_receives, step.backward_receives = self.fwd_recv_ops, self.bwd_recv_ops
         step.counter = self.backward_counter
         return step
 
-    def _run(self, program: Program, step: Step) -> None:
+    def _run(self, made: Compiled, step: MethodStep) -> None:
         try:
-            super()._run(program, step)
+            super()._run(made, step)
             if self.unshard_ops:
                 raise OrderError(f"stages {sorted(self.unshard_ops)} were unsharded and not used after")
         except BaseException:
@@ -192,7 +193,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def _customs(self) -> Collection[_ComputationType]:
         return self._comp_type_to_function_map.keys()
 
-    def _program(self, way: Shortcut) -> Program:
+    def _program(self, way: Shortcut) -> Compiled:
         if getattr(self, "pipeline_order_with_comms", None) is None:
             raise OrderError("there is no order to run; call _prepare_schedule_with_comms() or _load_csv() before")
         trains, rows, customs = self._has_backward, self.pipeline_order_with_comms, self._comp_type_to_function_map
@@ -204,7 +205,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             customs,
             trains,
             way,
-            lambda: of_order(
+            lambda: program_of_order(
                 rows,
                 self.rank,
                 self._stages_by_index(),

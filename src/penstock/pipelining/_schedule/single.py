@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.pipelining._engine.coalesced import of_gpipe, of_one_f_one_b
+from penstock.pipelining._engine.chains import program_of_gpipe, program_of_one_f_one_b
 from penstock.pipelining._engine.methods import Calls
-from penstock.pipelining._engine.program import Batch
+from penstock.pipelining._engine.step import Batch
 from penstock.pipelining._schedule.base import _PipelineSchedule, logger, replaceable
 from penstock.pipelining._schedule.passes import _add_reduce_grad
 from penstock.pipelining._schedule.rows import as_rows
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
-    from penstock.pipelining._engine.program import Program, Step
+    from penstock.pipelining._engine.programs import Compiled
     from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._engine.step import MethodStep
     from penstock.pipelining._schedule.rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
@@ -82,7 +83,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         """The order for tools that show it; None if there is none."""
         return None
 
-    def _run_program(self, make: Callable[[bool, Shortcut], Program], batch: Batch) -> None:
+    def _run_program(self, make: Callable[[bool, Shortcut], Compiled], batch: Batch) -> None:
         """A step, by a program that ``make`` makes: for training or not, by this way."""
         trains = self._has_backward
         self._run_microbatches(
@@ -104,7 +105,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
     #: Whether messages are posted apart by the rank that they go to or come from.
     _posts_by_peer = False
 
-    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> Step:
+    def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> MethodStep:
         step = super()._new_step(batch, arg_mbs, kwarg_mbs)
         if self._posts_by_peer:
             step.post = _posted_by_peer
@@ -138,7 +139,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
         calls = Calls(saves_outputs=False, computes_loss=False)
         self._run_program(
-            lambda _, way: of_gpipe(
+            lambda _, way: program_of_gpipe(
                 self._stage, self._n_microbatches, calls=calls, trains=False, way=way, backwards=False
             ),
             Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
@@ -161,7 +162,9 @@ class ScheduleGPipe(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains, way: of_gpipe(self._stage, self._n_microbatches, calls=calls, trains=trains, way=way),
+            lambda trains, way: program_of_gpipe(
+                self._stage, self._n_microbatches, calls=calls, trains=trains, way=way
+            ),
             Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
 
@@ -202,7 +205,7 @@ class Schedule1F1B(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains, way: of_one_f_one_b(
+            lambda trains, way: program_of_one_f_one_b(
                 self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, way=way
             ),
             Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),

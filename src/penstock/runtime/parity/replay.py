@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from penstock.execution.preserved_state import Buffers, drawing
-from penstock.execution.program import only_forwards
+from penstock.lowering.forwards import forwards_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ def _after(*_: object) -> None:
 
 def order_of(pipe: Pipeline) -> dict[int, list[int]]:
     """For every stage of this rank, in which order the schedule runs the microbatches forward."""
-    row = only_forwards(pipe.schedule.actions)[pipe.rank]
+    row = [action for action in forwards_of(pipe.schedule).actions[pipe.rank] if action is not None]
     return {
         index: [action.microbatch_index or 0 for action in row if action.stage_index == index] for index in pipe.stages
     }

@@ -1,0 +1,190 @@
+"""When a rank may wait for its sends, so that their tensors are freed: as early as the wait costs nothing.
+
+Two rules, and the earlier of the two counts:
+
+- *proven*: a message from a peer was sent after everything ahead of it in the peer's row. Once a rank has used that
+  message, all that the peer had used before has arrived, and the wait for it returns at once.
+- *by level*: every action has a level, higher than the levels of all that it waits for. Before an action whose level is
+  higher than that of a message's receive, a rank may wait for the send: whatever still waits has a higher level, so
+  nothing waits in a circle. Such a wait may block for a moment, so it comes some compute actions later still, and only
+  where messages do not queue in lanes: in a lane, a send can also wait for its turn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from penstock.execution.messages import sent_by
+from penstock.graph.action_table import NONE, ActionTable
+from penstock.graph.longest_path import UNREACHED, longest_path
+from penstock.ir import packed
+from penstock.ir.actions import COMPUTE
+from penstock.ir.dependencies import TRANSFERS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.ir.actions import Action
+    from penstock.ir.schedule import Schedule
+
+    Ints = NDArray[np.signedinteger[Any]]
+
+_SENDS: Final = tuple(transfer.send for transfer in TRANSFERS)
+#: How much an action adds to the level: a compute action, and any other.
+_COMPUTE: Final = 1000
+_OTHER: Final = 1
+#: How far after both ends of a message the wait for its send comes: transfers take time, and ranks vary in speed.
+_SLACK: Final = 6 * _COMPUTE
+
+
+class Releases(NamedTuple):
+    """When a rank waits for its sends; messages are given by their keys.
+
+    Attributes:
+        after: for positions of its row, by peer, the messages to wait for after the action there.
+        at_end: by peer (None if it is unknown), the messages to wait for at the end of the step.
+    """
+
+    after: Mapping[int, Mapping[int | None, Sequence[int]]]
+    at_end: Mapping[int | None, Sequence[int]]
+
+
+class _Messages(NamedTuple):
+    """Messages as arrays; actions are given by their cells, counted through all ranks."""
+
+    key: Ints
+    sender: Ints
+    receiver: Ints
+    sent: Ints
+    received: Ints
+    used: Ints
+
+    def select(self, wanted: Ints | NDArray[np.bool_]) -> _Messages:
+        return _Messages(*(column[wanted] for column in self))
+
+
+def find_releases(schedule: Schedule, rank: int, *, by_level: bool) -> Releases:
+    """Find when a rank may wait for each of its sends. O(n log n) for n actions.
+
+    Positions count the actions of the rank, without idle steps.
+
+    Args:
+        schedule: a lowered schedule.
+        rank: whose sends.
+        by_level: apply the second rule, too; only where messages do not queue in lanes.
+    """
+    table = ActionTable(_without_idle_steps(schedule))
+    if not table.has_transfers:
+        return Releases({}, {})
+    messages = _messages(table)
+    mine = messages.select((messages.sender == rank).nonzero()[0])
+    begin, end = _cells_of(table, rank)
+    release = np.full(len(mine.key), end)
+    for peer in np.unique(mine.receiver).tolist():
+        theirs = messages.select(((messages.sender == peer) & (messages.receiver == rank)).nonzero()[0])
+        to_peer = (mine.receiver == peer).nonzero()[0]
+        release[to_peer] = _proven(mine.used[to_peer], theirs, end)
+    if by_level:
+        release = np.minimum(release, _released_by_level(table, mine, messages, begin, end))
+    release[release < mine.sent] = end  # in a schedule that deadlocks
+    return _collect(mine, release - begin, end - begin, _unmatched(schedule, rank, mine.key))
+
+
+def release_at_end(row: Iterable[Action], microbatches: int, rank_of: Callable[[int], int | None]) -> Releases:
+    """Wait for all sends of a row at its end: right for any row, whatever the others do."""
+    at_end: dict[int | None, list[int]] = defaultdict(list)
+    for message in filter(None, map(sent_by, row)):
+        at_end[rank_of(message.target)].append(message.key(microbatches))
+    return Releases({}, dict(at_end))
+
+
+def _without_idle_steps(schedule: Schedule) -> Schedule:
+    busy = schedule.codes != packed.IDLE
+    if busy.all():
+        return schedule
+    return schedule.with_codes(schedule.codes[busy], np.append(0, busy.cumsum())[schedule.offsets])
+
+
+def _unmatched(schedule: Schedule, rank: int, known: Ints) -> Mapping[int | None, Sequence[int]]:
+    """By peer, the messages that a rank sends and nobody uses."""
+    codes = schedule.codes_of(rank)
+    sends = packed.kind_mask(_SENDS).take(packed.types(codes)).sum()
+    if sends == len(known):
+        return {}
+    ranks = dict(enumerate(schedule.placement.rank_of))
+    row = [action for action in packed.unpack_cells(codes) if action is not None]
+    matched = set(known.tolist())
+    every = release_at_end(row, schedule.microbatches, ranks.get).at_end
+    return {peer: [key for key in keys if key not in matched] for peer, keys in every.items()}
+
+
+def _cells_of(table: ActionTable, rank: int) -> tuple[int, int]:
+    first = table.first_cell
+    return int(first[rank]), int(first[rank + 1])
+
+
+def _messages(table: ActionTable) -> _Messages:
+    """All messages that are sent, received and used, each by the rank that should."""
+    found = []
+    for direction, transfer in enumerate(TRANSFERS):
+        offset = transfer.stage_offset * table.stride
+        sends = table.table(transfer.send)
+        slots = (sends != NONE).nonzero()[0]
+        sent = sends[slots]
+        received = table.table(transfer.receive)[slots + offset]
+        used = table.first_table(transfer.needed_by)[slots + offset]
+        whole = ((received != NONE) & (used != NONE) & (table.rank[received] == table.rank[used])).nonzero()[0]
+        slots, sent, received, used = slots[whole], sent[whole], received[whole], used[whole]
+        stage, microbatch = slots // table.stride - 1, slots % table.stride - 1
+        edge = np.minimum(stage, stage + transfer.stage_offset)
+        key = 2 * (edge * table.microbatches + microbatch) + direction
+        cells = (table.cell[places].astype(np.int64) for places in (sent, received, used))
+        found.append((key, table.rank[sent], table.rank[received], *cells))
+    return _Messages(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def _proven(used: Ints, theirs: _Messages, end: int) -> Ints:
+    """The cell of this rank after which each message is proven to have been used there; ``end`` for never."""
+    order = theirs.used.argsort(kind="stable")
+    reached = np.maximum.accumulate(theirs.sent[order]) if len(order) else theirs.sent
+    number = reached.searchsorted(used, side="right")
+    return np.append(theirs.used[order], end)[number]
+
+
+def _released_by_level(table: ActionTable, mine: _Messages, messages: _Messages, begin: int, end: int) -> Ints:
+    """The cell of this rank after which its wait for each message cannot be part of a circle; ``end`` for never."""
+    levels = _levels(table, messages)
+    if levels is None:
+        return np.full(len(mine.key), end)
+    over = np.maximum(levels[mine.sent], levels[mine.received]) + _SLACK
+    number = begin + levels[begin:end].searchsorted(over, side="right")
+    return np.where(number < end, number - 1, end)
+
+
+def _levels(table: ActionTable, messages: _Messages) -> Ints | None:
+    """The level of each cell, ascending on each rank; None if the schedule deadlocks."""
+    cells = int(table.first_cell[-1])
+    weight = np.full(cells, _OTHER, np.int64)
+    weight[table.cell[packed.kind_mask(COMPUTE).take(table.kind).nonzero()[0]]] = _COMPUTE
+    ahead = np.arange(cells - 1)[np.diff(np.repeat(np.arange(table.schedule.ranks), np.diff(table.first_cell))) == 0]
+    source = np.concatenate([ahead, messages.sent])
+    target = np.concatenate([ahead + 1, messages.used])
+    start = longest_path(cells, source, target, weight[source])
+    return None if (start == UNREACHED).any() else start + weight
+
+
+def _collect(mine: _Messages, position: Ints, end: int, unmatched: Mapping[int | None, Sequence[int]]) -> Releases:
+    after: dict[int, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
+    at_end: dict[int | None, list[int]] = defaultdict(list)
+    order = np.lexsort((mine.used, position))
+    columns = (mine.key[order], mine.receiver[order], position[order])
+    for key, peer, place in zip(*(column.tolist() for column in columns), strict=True):
+        (after[place][peer] if place < end else at_end[peer]).append(key)
+    for peer, keys in unmatched.items():
+        at_end[peer] += keys
+    return Releases({place: dict(peers) for place, peers in after.items()}, dict(at_end))

@@ -1,0 +1,72 @@
+"""Programs of one stage per rank: as rows whose transfers are posted together, or as those of any other order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.ir.actions import REDUCE_GRAD
+from penstock.pipelining._engine.coalesced import gpipe_label, gpipe_row, no_label, one_f_one_b_row
+from penstock.pipelining._engine.programs import may_post_ahead, program_of_order, program_of_row
+from penstock.pipelining._engine.selection import Shortcut
+from penstock.pipelining._schedule.actions import _Action
+from penstock.pipelining._schedule.passes import compute_rows_with_transfers
+from penstock.pipelining._schedule.rows import as_rows
+from penstock.pipelining._stage.inference import StageInference
+from penstock.schedules.gpipe import gpipe
+from penstock.schedules.one_f_one_b import one_f_one_b
+
+if TYPE_CHECKING:
+    from penstock.pipelining._engine.methods import Calls
+    from penstock.pipelining._engine.programs import Compiled
+    from penstock.pipelining._schedule.rows import Rows
+
+#: How many sends of GPipe are in flight at most. To wait for the last few would cost time: a rank that is ahead for a
+#: moment would be stopped. In each half messages go one way only, so to wait for an earlier send is safe.
+_GPIPE_IN_FLIGHT: Final = 6
+
+
+def program_of_gpipe(
+    stage: Any, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut = Shortcut.NONE, backwards: bool = True
+) -> Compiled:
+    """Compile the program of one stage of GPipe, or of its forwards only."""
+    if way and _may_post_alone(stage):
+        order = as_rows(gpipe(stage.num_stages, microbatches))
+        if not backwards:
+            order = {rank: row[:microbatches] for rank, row in order.items()}
+        return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, way=way)
+    row = gpipe_row(stage, microbatches, backwards=backwards, reduces=trains)
+    return program_of_row(
+        row,
+        stage,
+        microbatches,
+        calls=calls,
+        trains=trains,
+        way=way,
+        in_flight=_GPIPE_IN_FLIGHT,
+        label=gpipe_label,
+    )
+
+
+def program_of_one_f_one_b(
+    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut = Shortcut.NONE
+) -> Compiled:
+    """Compile the program of one stage of 1F1B."""
+    if way and _may_post_alone(stage):
+        order = as_rows(one_f_one_b(stages, microbatches))
+        return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, way=way)
+    row = one_f_one_b_row(stage.stage_index, stages, microbatches, reduces=trains)
+    return program_of_row(row, stage, microbatches, calls=calls, trains=trains, way=way, in_flight=1, label=no_label)
+
+
+def _may_post_alone(stage: Any) -> bool:
+    """Whether each message may be posted by itself, whatever others are in flight."""
+    return isinstance(stage, StageInference) and may_post_ahead([stage])
+
+
+def _of_any_order(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut) -> Compiled:
+    index, stages = stage.stage_index, len(order)
+    rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
+    row = [*rows[index], *([_Action(index, REDUCE_GRAD)] if trains else [])]
+    return program_of_order(
+        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, way=way
+    )
