@@ -59,7 +59,7 @@ class PlainMaker(MethodOperations):
                 stage.fwd_cache[microbatch] = _normalize_model_output_as_tuple(output), flat(args, kwargs)
             if is_last:
                 if keeps_all or step.return_outputs:
-                    stage.output_chunks.append(output)
+                    stage._keep_output(microbatch, output)
                 if computes_loss:
                     step.schedule._maybe_compute_loss(stage, output, step.target_mbs, microbatch, step.loss_kwargs)
             if after is not None:

@@ -29,8 +29,9 @@ class Preparation:
 
     def __init__(self, stages: Sequence[Any] = ()) -> None:
         self._mark = object()  # stages refer to it, and so not to each other
-        self._states = [(stage, _state(stage)) for stage in stages]
-        for stage in stages:
+        # A stand-in may have slots in place of attributes, and so nothing to restore.
+        self._states = [(stage, _state(stage)) for stage in stages if hasattr(stage, "__dict__")]
+        for stage, _ in self._states:
             vars(stage)[_MARK] = self._mark
 
     def restore(self) -> None:

@@ -67,7 +67,10 @@ class Kept:
         action by action, those of others by identity and length only.
         """
         others = [rows[each] for each in rows]
-        kinds = [(isinstance(stage.submod, FSDPModule), _receives_in_the_usual_way(stage)) for stage in stages]
+        kinds = [
+            (isinstance(getattr(stage, "submod", None), FSDPModule), _receives_in_the_usual_way(stage))
+            for stage in stages
+        ]
         sizes = [microbatches, *map(len, others)]
         facts = (rows[rank], list(stages), dict(customs), [*rows], kinds, [*map(id, others)], sizes)
         program, known = self._made.get((trains, way), (None, ()))

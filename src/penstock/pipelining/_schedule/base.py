@@ -20,6 +20,7 @@ from penstock.pipelining._engine.programs import Kept
 from penstock.pipelining._engine.selection import looked_at, shortcut
 from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.passes import OrderError
+from penstock.pipelining._stage.inference import StageInference
 from penstock.pipelining._stage.sharded_batch import check_samples, count_samples, has_dtensors, restore_order
 from penstock.pipelining._utils import InferenceMode
 
@@ -304,6 +305,8 @@ class _PipelineSchedule(ABC):
         _end(stages)
         for stage in stages:
             if stage.is_last and return_outputs:
+                if hasattr(stage, "_order_outputs"):
+                    stage._order_outputs()
                 return self._merge_outputs(stage.output_chunks)
         return None
 
@@ -487,9 +490,13 @@ def _warn_of_sizes(targets: list[Any]) -> None:
 
 
 def _nobody_answers(stages: list[Any]) -> bool:
-    """Whether a neighbour is on another rank of a fake group, through which nothing comes."""
+    """Whether a neighbour is on another rank of a fake group, through which nothing comes.
+
+    A stand-in that votes in its own way needs no answer.
+    """
     return any(
-        dist.get_backend(stage.group) == "fake"
+        getattr(type(stage), "_warmup_forward_vote", None) is StageInference._warmup_forward_vote
+        and dist.get_backend(stage.group) == "fake"
         and not all(stage._is_same_rank(other) for other in _neighbours(stage.stage_index, stage.num_stages))
         for stage in stages
     )

@@ -78,13 +78,25 @@ class StageCompute(StageEdges):
         outputs = _normalize_model_output_as_tuple(output)
         is_last = self.is_last
         if is_last and save_forward_output:
-            self.output_chunks.append(output)
+            self._keep_output(fwd_chunk_id, output)
         if self._runtime_validate and not is_last:
             self._validate_stage_tensors(
                 f"Stage {self.stage_index} forward outputs", self._metas_of(fwd_chunk_id).outputs, outputs
             )
         self._keep(fwd_chunk_id, args, kwargs, outputs)
         return output
+
+    def _keep_output(self, microbatch: int, output: Any) -> None:
+        self.output_chunks.append(output)
+        self._output_microbatches.append(microbatch)
+
+    def _order_outputs(self) -> None:
+        """Put the outputs of a step in the order of its microbatches, in which an order may not have run them."""
+        numbers = self._output_microbatches
+        if len(numbers) == len(self.output_chunks) and any(map(int.__gt__, numbers, numbers[1:])):
+            places = sorted(range(len(numbers)), key=numbers.__getitem__)
+            self.output_chunks[:] = [self.output_chunks[place] for place in places]
+            numbers.sort()
 
     def _keep(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> None:
         """Keep what a backward begins and ends with.

@@ -314,11 +314,11 @@ class StageEdges(StageState):
         self.fwd_cache.clear()
         self._by_keyword.clear()
         self.output_chunks.clear()
-        self.bwd_cache.clear()
-        self.backward_state.clear()
-        self.dw_runner.clear()
+        self._output_microbatches.clear()
+        for name in ("bwd_cache", "backward_state", "dw_runner"):  # which a stand-in may not have
+            getattr(self, name, {}).clear()
         self._connections.clear()
-        for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+        for infos in (*self.args_recv_info.values(), *getattr(self, "grad_recv_info", {}).values()):
             for info in infos:
                 info.forget()
                 if info.buffer is not None and not info.is_root_arg:

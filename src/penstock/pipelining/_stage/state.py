@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ class StageState:
         fwd_cache: by microbatch, the outputs and the inputs of a forward; once sent, outputs are kept as edges of the
             autograd graph.
         bwd_cache: by microbatch, the gradients of the inputs.
-        output_chunks: the outputs of the last stage.
+        output_chunks: the outputs of the last stage; after ``step`` in the order of the microbatches.
         args_recv_info: by microbatch, the inputs.
         act_send_info: by output, the stages that it goes to.
         grad_recv_info: by microbatch, the gradients of the outputs.
@@ -48,6 +49,11 @@ class StageState:
         stage_index_to_group_rank: the rank of every stage.
     """
 
+    submod: Any = None
+    group: dist.ProcessGroup | None = None
+    dw_builder: Callable[[], Callable[..., None]] | None = None
+    chunks: int | None = None
+    _runtime_validate = False
     _submodule: tuple[Any, type] = (None, type(None))
     _parallel_of_submodule: Parallel = NotShared()
     _has_backward = False
@@ -86,13 +92,12 @@ class StageState:
             )
         self.log_prefix = f"[Stage {stage_index}]"
         self.has_backward = False
-        self.chunks: int | None = None
+        self.chunks = None
         self.stage_index_to_group_rank = {stage: stage % self.group_size for stage in range(num_stages)}
         self._begin_empty()
         self._mesh_cache = _MeshCache()
         # For every tensor of every microbatch, which takes time: only when torch is asked for details.
         self._runtime_validate = get_debug_level() == DebugLevel.DETAIL
-        self._stage_meta = _StageMeta()
         if str(device).startswith("cpu"):
             keep_all_freed_memory()
 
@@ -100,16 +105,42 @@ class StageState:
         self.backward_state: dict[int, tuple[Any, ...]] = {}
         self.dw_runner: dict[int, Callable[..., None]] = {}
         self.fwd_cache: dict[int, tuple[Any, list[Any]]] = {}
-        self._by_keyword: dict[int, int] = {}  # how many of the inputs there, the last ones
         self.bwd_cache: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self.output_chunks: list[Any] = []
         self.args_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
         self.act_send_info: dict[int, list[Any]] = {}
         self.grad_recv_info: dict[int, tuple[_RecvInfo, ...]] = {}
         self.grad_send_info: list[int | None] | None = None
-        self._connections: dict[int, Connection] = {}
-        self._output_layouts = Layouts()
-        self._gradient_layouts = Layouts()
+
+    # A subclass may not run the constructor: what is ours alone is made when it is needed.
+
+    @cached_property
+    def _by_keyword(self) -> dict[int, int]:
+        """By microbatch, how many of the inputs in ``fwd_cache`` are arguments by keyword: the last ones."""
+        return {}
+
+    @cached_property
+    def _output_microbatches(self) -> list[int]:
+        """The microbatch of each of the ``output_chunks``."""
+        return []
+
+    @cached_property
+    def _connections(self) -> dict[int, Connection]:
+        """By stage, the way to its rank."""
+        return {}
+
+    @cached_property
+    def _output_layouts(self) -> Layouts:
+        return Layouts()
+
+    @cached_property
+    def _gradient_layouts(self) -> Layouts:
+        return Layouts()
+
+    @cached_property
+    def _stage_meta(self) -> _StageMeta:
+        """What goes in and comes out, as far as it is known."""
+        return _StageMeta()
 
     @property
     def has_backward(self) -> bool:

@@ -117,7 +117,7 @@ class _PipelineStage(_PipelineStageBase):
 
     def _create_act_recv_info(self) -> tuple[_RecvInfo, ...]:
         """The inputs of a microbatch: arguments of the model, and what comes from other stages."""
-        graph: fx.Graph = self.submod.graph  # type: ignore[assignment]
+        graph: fx.Graph = self.submod.graph
         inside = [node for node in graph.nodes if node.op == "placeholder"]
         return tuple(self._received(node, argument) for node, argument in zip(inside, self.node.args, strict=True))
 
@@ -163,7 +163,7 @@ class _PipelineStage(_PipelineStageBase):
         return found
 
     def _get_output_node(self) -> fx.Node:
-        graph: fx.Graph = self.submod.graph  # type: ignore[assignment]
+        graph: fx.Graph = self.submod.graph
         nodes = [node for node in graph.nodes if node.op == "output"]
         if len(nodes) != 1:
             raise PipeliningMetadataError(
