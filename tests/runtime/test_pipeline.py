@@ -1,5 +1,6 @@
 """What a Pipeline does besides giving the right gradients: evaluation, arguments of every kind, mistakes."""
 
+import re
 import threading
 from copy import deepcopy
 
@@ -9,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import PenstockError, ScheduleError, StageError, StepError
+from penstock.errors import MetadataError, PenstockError, ScheduleError, StageError, StepError
 from penstock.runtime import (
     DistributedTransport,
     Microbatches,
@@ -658,9 +659,21 @@ def test_other_shapes_than_agreed():
     errors = mistaken("1F1B", 2, call=call)
     assert all(isinstance(error, PenstockError) for error in errors), errors
     # Either rank may be the first to notice: one sees the inputs, the other the target.
-    noticed = ("than in the first step", "of another size than the first one was")
+    noticed = ("microbatches changed since the first step", "of another size than the first one was")
     assert all(any(text in str(error) for text in noticed) for error in errors), errors
     assert mistaken("1F1B", 2, call=call, shapes="per_microbatch") == [None, None]
+
+
+def test_an_element_type_that_changes():
+    pipe = Pipeline({0: layers(1)[0]}, ps.build("1F1B", ranks=1, microbatches=4), loss_fn=mse)
+    x, y = x_and_y()
+    pipe.step(x, target=y)
+    message = (
+        "microbatches changed since the first step: 4 x float16[2, 3], expected 4 x float32[2, 3]; drop a smaller last "
+        "batch, or pass shapes='per_microbatch'"
+    )
+    with pytest.raises(MetadataError, match=re.escape(message)):
+        pipe.step(x.half(), target=y)
 
 
 def test_given_shapes_that_are_wrong():

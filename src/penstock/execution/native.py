@@ -91,6 +91,14 @@ class Workplace:
 
         return release
 
+    def find_unrun(self, action: Action, step: Step) -> Action | None:
+        """A forward or backward in a training step that has not run although its action has; None if all have."""
+        for part in action.parts if torch.is_grad_enabled() else ():
+            kind, in_flight = part.computation_type, self._slot(part) in step.flights
+            if (kind is FORWARD and not in_flight) or (kind in (FULL_BACKWARD, BACKWARD_INPUT) and in_flight):
+                return part
+        return None
+
     def _slot(self, action: Action) -> int:
         return action.stage_index * self.microbatches + _microbatch(action)
 

@@ -54,7 +54,8 @@ class Custom(CustomOperations["Step"]):
     def __init__(
         self, pipe: Pipeline, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]
     ) -> None:
-        super().__init__(workplace, functions, lambda step: Context(pipe, step, self), in_overlaps=True)
+        checked = {kind: _checked(function, workplace) for kind, function in functions.items()}
+        super().__init__(workplace, checked, lambda step: Context(pipe, step, self), in_overlaps=True)
         self._defaults: dict[Action, Operation | None] = {}
 
     def default(self, action: Action) -> Operation | None:
@@ -62,3 +63,21 @@ class Custom(CustomOperations["Step"]):
         if action not in self._defaults:
             self._defaults[action] = self.inner.operation(action)
         return self._defaults[action]
+
+
+def _checked(function: CustomFunction, workplace: Workplace) -> CustomFunction:
+    """The function, and a check that it has run the forwards and backwards of its action."""
+
+    def checked(action: Action, context: Context) -> None:
+        function(action, context)
+        missing = workplace.find_unrun(action, context.step)
+        if missing is not None:
+            place = "" if missing is action else f", a part of {action}"
+            raise StageError(
+                f"the function registered for {action.computation_type.name} returned without running {missing}{place} "
+                f"(stage {missing.stage_index}, microbatch {missing.microbatch_index}): call context.run(part) for "
+                "every part of the action, or context.run(action)",
+                stage=missing.stage_index,
+            )
+
+    return checked

@@ -119,8 +119,8 @@ class Programs:
             self._seen = seen
         elif seen != self._seen:
             raise MetadataError(
-                f"the microbatches have other shapes than in the first step: {_told(seen)}, agreed was "
-                f"{_told(self._seen)}; drop a last batch that is smaller, or pass shapes={PER_MICROBATCH!r}"
+                f"microbatches changed since the first step: {_describe(seen)}, expected {_describe(self._seen)}; drop "
+                f"a smaller last batch, or pass shapes={PER_MICROBATCH!r}"
             )
 
     def _agreed(self, batch: Batch) -> dict[int, Edge]:
@@ -189,9 +189,13 @@ def in_view_of_headers(model: CommModel) -> CommModel:
     return model if model.lanes == "message" else CommModel(model.buffering, lanes="rank")
 
 
-def _told(seen: Any) -> str:
+def _describe(seen: Any) -> str:
     kinds, signatures = seen
     return " and ".join(
-        f"{kinds.count(number)} x {', '.join(str(list(shape)) for shape, _ in signature)}"
-        for number, signature in enumerate(signatures)
+        f"{kinds.count(number)} x {_describe_tensors(signature)}" for number, signature in enumerate(signatures)
     )
+
+
+def _describe_tensors(signature: Sequence[Any]) -> str:
+    tensors = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in signature]
+    return ", ".join(tensors) or "no tensors"
