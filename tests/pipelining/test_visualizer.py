@@ -2,16 +2,18 @@
 
 import io
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import matplotlib
 import pytest
 import torch.distributed.pipelining._schedule_visualizer as upstream
 
 from penstock.pipelining import _schedule_visualizer as ours
-from penstock.pipelining.schedules import PipelineScheduleMulti, ScheduleInterleaved1F1B, _Action
+from penstock.pipelining.schedules import PipelineScheduleMulti, ScheduleGPipe, ScheduleInterleaved1F1B, _Action
 
 SINGLE = ["GPipe", "1F1B"]
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+STAGE = SimpleNamespace(submod=None, stage_index=0, num_stages=2, group_size=2, group_rank=0, group=None)
 SIZES = [(2, 4), (3, 8), (4, 8)]
 #: Where torch defers a receive behind one that would then get its message.
 OTHER_ORDER = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -101,8 +103,28 @@ def test_schedules_are_named_or_given():
             module.get_schedule_ops("none of them", 2, 2)
         with pytest.raises(ValueError, match=r"(?i)spacing"):
             module.get_schedule_ops("GPipe", 2, 2, add_spacing=True, with_comms=True)
-    with pytest.raises(ValueError, match="no class of schedules"):
-        ours.get_schedule_ops(3, 2, 2)
+
+
+@pytest.mark.parametrize("with_comms", [True, False])
+def test_mistakes_raise_what_they_raise_in_torch(package, with_comms):
+    for given, error in (
+        (package.schedules.ScheduleGPipe(STAGE, 2), TypeError),
+        (3, TypeError),
+        (None, TypeError),
+        (int, ValueError),
+        (package.schedules._PipelineSchedule, ValueError),
+        (package.schedules.PipelineScheduleSingle, TypeError),
+        (package.schedules._ScheduleForwardOnly, AssertionError),
+    ):
+        with pytest.raises(error):
+            package._schedule_visualizer.get_schedule_ops(given, 2, 2, with_comms=with_comms)
+
+
+def test_mistakes_say_what_to_pass():
+    with pytest.raises(TypeError, match=r"ScheduleGPipe object .* is not a class .* 'GPipe' or type\(schedule\)"):
+        ours.get_schedule_ops(ScheduleGPipe(STAGE, 2), 2, 2)
+    with pytest.raises(AssertionError, match="PipelineScheduleMulti has no pipeline_order"):
+        ours.get_schedule_ops(PipelineScheduleMulti, 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.errors import RunError, SizeError
 from penstock.ir.actions import ComputationType as _ComputationType
 from penstock.ir.dependencies import needs
+from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -106,8 +107,8 @@ def get_schedule_ops(
     single = issubclass(schedule_class, PipelineScheduleSingle)
     made = schedule_class(stages[0] if single else stages, num_microbatches)
     rows = made.pipeline_order
-    if rows is None:
-        raise RunError(f"{schedule_class.__name__} has no pipeline_order: there is nothing to show")
+    if not rows:
+        raise OrderError(f"{schedule_class.__name__} has no pipeline_order to show; fill it in the constructor")
     listed = [list(rows[rank]) for rank in range(pp_degree)]
     if not (with_comms or add_spacing):
         return listed
@@ -147,8 +148,12 @@ def visualize_schedule(schedule: list[list[_Action | None]], filename: str | Non
 
 
 def _stand_ins(kind: Any, ranks: int, per_rank: int | None) -> list[Any]:
-    if not (isinstance(kind, type) and issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti))):
-        raise ValueError(f"{kind!r} is no class of schedules with one stage or several on a rank")
+    if not isinstance(kind, type):
+        raise TypeError(f"{kind!r} is not a class of schedules, nor its name; pass e.g. 'GPipe' or type(schedule)")
+    if not issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti)):
+        raise ValueError(
+            f"{kind!r} is not a class of schedules; pass a subclass of PipelineScheduleSingle or PipelineScheduleMulti"
+        )
     single = issubclass(kind, PipelineScheduleSingle)
     count = (1 if single else 2) if per_rank is None else per_rank
     if count != 1 if single else count < 2:
