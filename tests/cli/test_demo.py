@@ -164,7 +164,7 @@ def test_a_wide_picture_is_folded_in_a_pipe(capsys):
 def test_what_cannot_be_trained():
     unknown = penstock("demo", "--schedule", "ZBVZeroBuble")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr.startswith("penstock: no schedule is called 'ZBVZeroBuble'; did you mean ZBVZeroBubble")
+    assert unknown.stderr.startswith("penstock: unknown schedule 'ZBVZeroBuble'; did you mean ZBVZeroBubble")
     forward = penstock("demo", "--schedule", "ForwardOnly")
     assert (forward.returncode, forward.stdout) == (2, "")
     assert forward.stderr == (

@@ -145,7 +145,7 @@ def test_what_cannot_run_is_not_lowered():
         ps.lower(grid("0F0 0B0\n1B0 1F0"))
     with pytest.raises(ps.ScheduleError, match="lowered already"):
         ps.lower(ps.lower(ps.build("GPipe", ranks=2, microbatches=2)))
-    with pytest.raises(ps.SizeError, match="max_active_stages must be at least 1, not 0"):
+    with pytest.raises(ps.SizeError, match="max_active_stages must be at least 1, got 0"):
         ps.lower(ps.build("GPipe", ranks=2, microbatches=2), max_active_stages=0)
 
 

@@ -41,8 +41,8 @@ def test_a_file_written_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
-        ({"forward": -1}, "forward", "forward must be at least 0, not -1"),
-        ({"forward": [1, -1]}, "forward", r"forward\[1\] must be at least 0, not -1"),
+        ({"forward": -1}, "forward", "forward must be at least 0, got -1"),
+        ({"forward": [1, -1]}, "forward", r"forward\[1\] must be at least 0, got -1"),
         ({"backward": math.nan}, "backward", "backward must be finite, not nan"),
         ({"latency": math.inf}, "latency", "latency must be finite, not inf"),
         ({"forward": "1"}, "forward", "forward must be a number, not '1'"),
