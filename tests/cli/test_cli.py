@@ -165,7 +165,7 @@ def test_as_written():
         (["convert", "GPipe", "out.yaml"], "the suffix '.yaml' is not one of a schedule"),
         (["show", "1F1B", "--ranks", "two"], "Invalid value for '--ranks'"),
         (["check", "1F1B", "--model", "pair"], "'pair' is not a communication model; write e.g. 'rendezvous:pair'"),
-        (["check", "1F1B", "--model", "sync:pair"], "buffering is 'rendezvous', 'bounded(1)', 'bounded(2)', ... or"),
+        (["check", "1F1B", "--model", "sync:pair"], "use 'rendezvous', 'bounded(1)', 'bounded(2)', ... or"),
         (["check", "nothing.csv"], "nothing.csv: cannot be read"),
         (["show", "x" * 300], "unknown schedule"),
         (["convert", "GPipe", "x" * 300 + ".csv"], "File name too long"),
@@ -262,7 +262,7 @@ def test_check_of_what_cannot_be_lowered(tmp_path):
 def test_check_with_a_memory_limit():
     result = penstock("check", "GPipe", "--memory-limit", "3")
     assert result.returncode == 1
-    assert "with 0F3 the rank holds 4 activations, and 3 is the limit" in result.stdout
+    assert "0F3 brings the rank to 4 activations; the limit is 3" in result.stdout
 
     result = penstock("check", "1F1B", "--memory-limit", "4")
     assert result.returncode == 0

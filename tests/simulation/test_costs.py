@@ -137,7 +137,7 @@ def test_what_is_not_costs_or_a_model():
     with pytest.raises(ps.CostsError, match="costs are Costs"):
         ps.simulate(schedule, {"forward": 1})
     for model in ("eager", ["eager"]):
-        with pytest.raises(ps.ModelError, match="a model is a CommModel"):
+        with pytest.raises(ps.ModelError, match="model must be a CommModel"):
             ps.simulate(schedule, model=model)
     with pytest.raises(ps.CostsError, match="'bandwidth' is not a field of stages"):
         ps.Costs().per_stage("bandwidth", 4)

@@ -55,7 +55,7 @@ def draw(
 
 
 def cuts(widths: Sequence[int], width: int | None, label: int) -> Iterator[tuple[int, int]]:
-    """Yield where to cut so that each block fits, with a label and a space before every cell; a block has at least one."""
+    """Yield where to cut so that each block fits, counting a label and a space before every cell."""
     start, used = 0, label
     for step, cell in enumerate(widths):
         if width is not None and step > start and used + cell + 1 > width:
