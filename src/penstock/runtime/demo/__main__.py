@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.ir.formats import read
-from penstock.runtime.demo.model import CONTEXT, cut, layers, loss_of
+from penstock.runtime.demo.model import CONTEXT, assign_layers, build_layers, loss_of
 from penstock.runtime.demo.text import Text
 from penstock.runtime.pipeline import Pipeline
 
@@ -40,11 +40,11 @@ class Training:
         self.schedule = read(schedule_file)
         self.steps = steps
         blocks = max(BLOCKS, self.schedule.stages)
-        self._whole = layers(blocks)
-        self._cut = cut(blocks, self.schedule.stages)
-        self._unsplit = nn.Sequential(*copy.deepcopy(self._whole))
+        self._layers = build_layers(blocks)
+        self._layers_of = assign_layers(blocks, self.schedule.stages)
+        self._unsplit = nn.Sequential(*copy.deepcopy(self._layers))
         mine = self.schedule.placement.stages_of(dist.get_rank())
-        stages = {stage: nn.Sequential(*(self._whole[layer] for layer in self._cut[stage])) for stage in mine}
+        stages = {stage: nn.Sequential(*(self._layers[layer] for layer in self._layers_of[stage])) for stage in mine}
         self.pipe = Pipeline(stages, self.schedule, loss_fn=loss_of)
         self._parameters = [weight for stage in stages.values() for weight in stage.parameters()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, betas=(0.9, 0.95))
@@ -105,8 +105,8 @@ class Training:
         """Compare the gradients of the first step with those of the unsplit model."""
         tokens, target = self._text.batch(0, self.size, CONTEXT)
         torch.autograd.backward(loss_of(self._unsplit(tokens), target))
-        mine = [layer for stage in self.pipe.stages for layer in self._cut[stage]]
-        split = {f"{layer}.{name}": weight for layer in mine for name, weight in self._whole[layer].named_parameters()}
+        mine = [layer for stage in self.pipe.stages for layer in self._layers_of[stage]]
+        split = {f"{layer}.{name}": weight for layer in mine for name, weight in self._layers[layer].named_parameters()}
         found = differences(split, dict(self._unsplit.named_parameters()))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         difference, largest = found.tolist()

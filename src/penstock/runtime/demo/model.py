@@ -75,16 +75,16 @@ class Head(nn.Module):
         return scores
 
 
-def layers(blocks: int, seed: int = 0) -> list[nn.Module]:
-    """The layers of the model, with the same weights on every rank."""
+def build_layers(blocks: int, seed: int = 0) -> list[nn.Module]:
+    """Build the layers of the model, with the same weights on every rank."""
     torch.manual_seed(seed)
     return [Embedding(), *(Block() for _ in range(blocks)), Head()]
 
 
-def cut(blocks: int, stages: int) -> list[range]:
-    """The layers of each stage: blocks split as evenly as possible, the embedding first and the head last.
+def assign_layers(blocks: int, stages: int) -> list[range]:
+    """Choose the layers of each stage: blocks split as evenly as possible, the embedding first and the head last.
 
-    >>> cut(8, 4)
+    >>> assign_layers(8, 4)
     [range(0, 3), range(3, 5), range(5, 7), range(7, 10)]
     """
     bounds = [1 + stage * blocks // stages for stage in range(stages + 1)]
