@@ -181,3 +181,8 @@ def test_whole_outputs_of_a_sharded_batch_get_its_order():
     found = restore_order(merged, {"y": TensorChunkSpec(1), "n": None}, Samples(8, 4), 4)
     assert found["y"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert found["n"] == 3
+
+
+def test_a_rank_with_a_spec_that_is_given_nothing():
+    assert count_samples("args", (), (TensorChunkSpec(1),)) == {}
+    assert count_samples("kwargs", {}, {"x": TensorChunkSpec(1)}) == {}

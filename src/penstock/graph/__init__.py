@@ -1,1 +1,1 @@
-"""Builds the event graph of a schedule, what happens and what waits for what, as arrays, and walks through it."""
+"""The event graph of a schedule: what happens, and what waits for what, as arrays; and the walk through it."""

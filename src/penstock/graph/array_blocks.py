@@ -1,4 +1,4 @@
-"""Processes long arrays in blocks, so that temporary arrays fit into the caches and need no new memory."""
+"""Long arrays in blocks: what is made of a block on the way fits into the caches, and is never asked of the system."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-#: The number of 64-bit numbers in a block.
+#: How many numbers of 64 bits make a block.
 SIZE: Final = 1 << 15
-#: Positions are 32-bit numbers.
+#: Places are numbers of 32 bits.
 LONGEST: Final = 2**30
 
 
 def check_length(length: int) -> None:
-    """Refuse a schedule with more actions than can be numbered."""
+    """Refuse more than can be counted here."""
     if length > LONGEST:
-        raise ScheduleError(f"the schedule has {length:,} actions; at most {LONGEST:,} can be verified")
+        raise ScheduleError(f"the schedule has {length:,} actions; at most {LONGEST:,} can be proved")
 
 
 def index_dtype(length: int) -> type[np.int32 | np.int64]:
-    """Return the type for positions in an array: compact for a long one, otherwise the one that NumPy indexes with."""
+    """How to hold the places of an array of this length: in less room if they are many, else as NumPy looks them up."""
     return np.int64 if length <= SIZE // 8 else np.int32
 
 
 def blocks(length: int) -> Sequence[slice]:
-    """Return the blocks of an array of this length; an empty one has one block.
+    """An array of this length, block by block; an empty one is one block.
 
     >>> blocks(SIZE + 1)
     [slice(0, 32768, None), slice(32768, 32769, None)]
@@ -44,12 +44,12 @@ def blocks(length: int) -> Sequence[slice]:
 
 
 def concatenate(parts: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
-    """Concatenate the results for each block; a single one is returned without a copy."""
+    """What was made of the blocks, one after the other; of one block, as it is."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def row_blocks(offsets: Sequence[int]) -> Iterator[slice]:
-    """Yield ranges of consecutive rows that fill a block, given where each row begins and the last ends.
+    """Rows that lie one after the other, as many at once as fill a block, given where each begins and the last ends.
 
     >>> list(whole_rows([0, 20_000, 40_000, 50_000]))
     [slice(0, 2, None), slice(2, 3, None)]

@@ -1,1 +1,1 @@
-"""Defines what a schedule is: its actions, the placement of stages, their dependencies, and the file formats."""
+"""What a schedule is: actions, where stages are, what waits for what, and the forms it is written in."""

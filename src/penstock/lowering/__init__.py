@@ -1,1 +1,1 @@
-"""Lowers a compute schedule to one that can run: one pass per file, each from a schedule to a new one."""
+"""From a compute schedule to one that can run: one pass per file, each from a schedule to a new one."""

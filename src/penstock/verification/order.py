@@ -1,4 +1,4 @@
-"""Checks that on each rank, an action comes after what it needs."""
+"""On its own rank, what an action needs comes before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS: Final = {
 
 
 def check_order(actions: ActionTable) -> Iterator[Problem]:
-    """Find actions that come before what they need."""
+    """Actions that come before what they need."""
     if not any(_late(actions, *part).any() for part in actions.input_blocks):
         return
     waiting, awaited = actions.inputs
@@ -51,7 +51,7 @@ def check_order(actions: ActionTable) -> Iterator[Problem]:
 
 
 def _late(actions: ActionTable, waiting: Positions, awaited: Positions) -> NDArray[np.bool_]:
-    """Return for each pair on the same rank whether the awaited action does not come first."""
+    """Which of what is awaited does not come before what waits for it, on the same rank."""
     return np.asarray(
         (actions.cell[awaited] >= actions.cell[waiting]) & (actions.rank[awaited] == actions.rank[waiting])
     )

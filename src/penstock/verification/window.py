@@ -1,4 +1,4 @@
-"""Draws the parts of the grid that contain findings, with a mark at each."""
+"""The parts of the grid that the findings are in, with a mark at each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.verification.findings import Finding
 
-#: The number of steps and ranks that fit a terminal.
+#: As many steps and ranks as a terminal shows.
 STEPS: Final = 14
 RANKS: Final = 12
-#: No more ranks than this are shown, even if a finding spans more.
+#: More ranks than that are not shown even if a finding spans them.
 MOST_RANKS: Final = 48
-#: More windows would not be read.
+#: More windows than that tell nobody more.
 MOST_WINDOWS: Final = 3
 
 
@@ -29,17 +29,17 @@ class Window(NamedTuple):
     steps: range
 
     def shows(self, mark: Mark) -> bool:
-        """Return whether the marked step is in the window."""
+        """Whether the marked step is in it."""
         return mark[0] in self.ranks and mark[1] in self.steps
 
 
 def draw_findings(schedule: Schedule, findings: Sequence[Finding], width: int | None = None) -> str:
-    """Draw the grid as written: all of it if it is small, otherwise windows around the first few marks.
+    """The grid as written: all of it if it is small, else a window around each of the first few places of the findings.
 
     Args:
-        schedule: the schedule.
+        schedule: what was checked.
         findings: what is wrong with it.
-        width: the number of columns to fold the drawing to.
+        width: fold it into so many columns.
     """
     length = schedule.steps
     windows: list[Window] = []
@@ -53,7 +53,7 @@ def draw_findings(schedule: Schedule, findings: Sequence[Finding], width: int | 
 
 
 def _around_mark(ranks: int, steps: int, finding: Finding, mark: Mark) -> Window:
-    """Return a window that shows the mark and, if possible, the other marks of the finding in these steps."""
+    """A window in which the mark is, and as far as it goes what else the finding marks in these steps."""
     shown = _around(mark[1], steps, STEPS)
     others = [rank for rank, step in finding.marks if step in shown]
     low, high = min(others), max(others)
@@ -68,7 +68,7 @@ def _around(position: int, total: int, size: int) -> range:
 
 
 def _drawn(schedule: Schedule, length: int, window: Window, marks: Sequence[Mark], width: int | None) -> str:
-    """Draw the window with its marks; if it does not show everything, a line above says what it shows."""
+    """The window with the marks that are in it; if it does not show everything, a line above says what it shows."""
     shown = [mark for mark in marks if window.shows(mark)]
     drawn = grid.draw(schedule, aligned=False, mark=shown or None, ranks=window.ranks, steps=window.steps, width=width)
     parts = [

@@ -57,6 +57,8 @@ def count_samples(name: str, whole: Any, spec: Any) -> dict[str, Samples]:
     >>> count_samples("args", (torch.ones(4, 2), "text"), None)
     {'args[0]': Samples(total=4, local=4)}
     """
+    if isinstance(whole, (tuple, dict)) and not whole:  # on this rank, so that the spec is not for it
+        return {}
     values = Leaves.of(name, whole, spec)
     return {
         values.place(index): Samples.of(leaf, DEFAULT_CHUNK_DIM if leaf_spec is None else leaf_spec.split_dim)
