@@ -7,7 +7,7 @@ step   0   1   2   3   4   5   6   7
 rank 0 0F0 0F1 .   0B0 0F2 0B1 .   0B2
 rank 1 .   1F0 1B0 1F1 1B1 1F2 1B2
 
-Importing this loads neither torch nor numpy: every name is loaded from its module when it is first used.
+Importing the package loads neither torch nor numpy: every name is loaded from its module on first use.
 """
 
 from __future__ import annotations

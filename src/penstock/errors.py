@@ -1,28 +1,28 @@
-"""Every exception that penstock raises for a mistake in its input.
+"""Defines every exception that penstock raises for a mistake in its input.
 
 ::
 
     PenstockError
     ├── ScheduleError            a value that cannot be part of a schedule      (also a ValueError)
-    │   ├── ActionError            fields of an Action that do not go together
+    │   ├── ActionError            an Action with inconsistent fields
     │   ├── PlacementError         a stage on two ranks, or on none
-    │   ├── SizeError              ranks=0, three stages per rank where two are needed
-    │   ├── ModelError             a communication model that there is not
-    │   └── VerificationError      a schedule that would not run as it should: holds the findings
-    ├── CostsError               costs that no run could have: negative, too few   (also a ValueError)
-    ├── UnknownScheduleError     a name that the registry does not know         (also a LookupError)
-    ├── ReadError                text or a file that cannot be understood       (also a ValueError)
+    │   ├── SizeError              ranks=0, or three stages per rank where two are required
+    │   ├── ModelError             an unknown communication model
+    │   └── VerificationError      a schedule that would not run correctly; holds the findings
+    ├── CostsError               invalid costs: negative, too few               (also a ValueError)
+    ├── UnknownScheduleError     a name that is not in the registry             (also a LookupError)
+    ├── ReadError                text or a file that cannot be parsed           (also a ValueError)
     │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
-    │   └── FormatError            a file that is damaged, too new, or not what its suffix says
-    ├── WriteError               a schedule that cannot be written as asked     (also a ValueError)
-    └── RunError                 what goes wrong when a pipeline is set up or run (also a RuntimeError)
-        ├── StageError             stages that do not fit the schedule, or each other
-        ├── MicrobatchError        a batch that cannot be split, or outputs that cannot be merged, as asked
-        ├── MetadataError          tensors on an edge are not what was agreed, or a description of them is damaged
-        ├── TransportError         an edge that does not come up, a connection that is lost
-        └── StepError              an action failed on some rank, or hangs: raised on every rank
+    │   └── FormatError            a file that is damaged, too new, or does not match its suffix
+    ├── WriteError               a file that cannot be written as requested     (also a ValueError)
+    └── RunError                 a failure while a pipeline is set up or run    (also a RuntimeError)
+        ├── StageError             stages that do not match the schedule, or each other
+        ├── MicrobatchError        a batch that cannot be split, or outputs that cannot be merged, as requested
+        ├── MetadataError          tensors on an edge that differ from the agreed ones, or metadata that is damaged
+        ├── TransportError         an edge that could not be set up, a connection that was lost
+        └── StepError              an action that failed or hangs on some rank; raised on every rank
 
-Each one carries the facts as attributes and puts them into words in ``str(error)``.
+Each error carries the facts as attributes and renders them in ``str(error)``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 class PenstockError(Exception):
-    """The root: ``except PenstockError`` catches every mistake that penstock reports."""
+    """The base class: ``except PenstockError`` catches every mistake that penstock reports."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors go between processes, where the arguments of their constructors are not known."""
-        return _rebuilt, (type(self), self.args, self.__dict__)
+        """Pickle without the constructor, whose arguments differ from class to class."""
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _rebuilt(kind: type[PenstockError], arguments: tuple[Any, ...], facts: dict[str, Any]) -> PenstockError:
+def _rebuild(kind: type[PenstockError], arguments: tuple[Any, ...], facts: dict[str, Any]) -> PenstockError:
     error = kind.__new__(kind, *arguments)
     error.args = arguments
     error.__dict__.update(facts)
@@ -55,15 +55,15 @@ class ScheduleError(PenstockError, ValueError):
 
 
 class ActionError(ScheduleError):
-    """The fields of an action do not go together."""
+    """The fields of an action are inconsistent."""
 
 
 class PlacementError(ScheduleError):
     """A stage is on two ranks, or on none.
 
     Attributes:
-        stage: the stage that is misplaced, where one can be named.
-        places: where it was found, as (rank, step) pairs.
+        stage: the misplaced stage, if it is a single one.
+        places: where it was found, as pairs of (rank, step).
     """
 
     def __init__(self, message: str, *, stage: int | None = None, places: Sequence[tuple[int, int]] = ()) -> None:
@@ -73,11 +73,11 @@ class PlacementError(ScheduleError):
 
 
 class SizeError(ScheduleError):
-    """A schedule cannot be built with these numbers.
+    """A schedule cannot be built with these sizes.
 
     Attributes:
-        field: the argument that is wrong, e.g. ``"ranks"``.
-        value: what was given for it.
+        field: the invalid argument, e.g. ``"ranks"``.
+        value: the value that was passed.
     """
 
     def __init__(self, message: str, *, field: str, value: object) -> None:
@@ -87,15 +87,15 @@ class SizeError(ScheduleError):
 
 
 class ModelError(ScheduleError):
-    """There is no such communication model."""
+    """The communication model is unknown."""
 
 
 class VerificationError(ScheduleError):
-    """A schedule would not run as it should.
+    """A schedule would not run correctly.
 
     Attributes:
-        findings: everything that is wrong with it, as ``check`` returns it.
-        picture: the grid, or the part of it around the findings, with marks.
+        findings: everything that is wrong with it, as returned by ``check``.
+        picture: the grid, or the part around the findings, with marks.
     """
 
     def __init__(self, findings: Sequence[Finding], picture: str) -> None:
@@ -104,16 +104,16 @@ class VerificationError(ScheduleError):
         self.picture = picture
 
     def __str__(self) -> str:
-        told = "\n".join(f"- {finding}" for finding in self.findings)
-        return f"the schedule is not right:\n{told}\n\n{self.picture}"
+        findings = "\n".join(f"- {finding}" for finding in self.findings)
+        return f"the schedule is invalid:\n{findings}\n\n{self.picture}"
 
 
 class CostsError(PenstockError, ValueError):
-    """Costs that no run could have.
+    """Costs are invalid.
 
     Attributes:
-        field: the field of ``Costs`` that is wrong, where there is one.
-        value: what was given for it.
+        field: the invalid field of ``Costs``, if it is a single one.
+        value: the value that was passed.
     """
 
     def __init__(self, message: str, *, field: str | None = None, value: object = None) -> None:
@@ -126,8 +126,8 @@ class UnknownScheduleError(PenstockError, LookupError):
     """No schedule has this name.
 
     Attributes:
-        name: the name that was asked for.
-        near: the known names closest to it, best first.
+        name: the requested name.
+        near: the known names closest to it, best match first.
         known: every known name.
     """
 
@@ -139,17 +139,17 @@ class UnknownScheduleError(PenstockError, LookupError):
 
     def __str__(self) -> str:
         if self.near:
-            return f"no schedule is called {self.name!r}; did you mean {' or '.join(self.near)}?"
-        return f"no schedule is called {self.name!r}; the known ones are {', '.join(self.known)}"
+            return f"unknown schedule {self.name!r}; did you mean {' or '.join(self.near)}?"
+        return f"unknown schedule {self.name!r}; the known schedules are {', '.join(self.known)}"
 
 
 class ReadError(PenstockError, ValueError):
-    """Text or a file that cannot be understood.
+    """Text or a file cannot be parsed.
 
     Attributes:
         message: what is wrong and what to write instead.
-        path: the file, if it came from one.
-        row: the row in it, counted from 1 as editors and spreadsheets do.
+        path: the file, if the text came from one.
+        row: the row in it, counted from 1 as in editors and spreadsheets.
         cell: the cell in that row, counted from 1.
     """
 
@@ -163,7 +163,7 @@ class ReadError(PenstockError, ValueError):
         self.cell = cell
 
     def at(self, *, path: str | None = None, row: int | None = None, cell: int | None = None) -> Self:
-        """Say where it happened; what is already known stays. Returns the error, to be raised."""
+        """Add the location, keeping what is already known, and return the error, ready to be raised."""
         self.path = self.path or path
         self.row = self.row or row
         self.cell = self.cell or cell
@@ -177,10 +177,10 @@ class ReadError(PenstockError, ValueError):
 
 
 class ScheduleSyntaxError(ReadError):
-    """A cell that is not an action, or a line that is not a row of a schedule.
+    """A cell is not an action, or a line is not a row of a schedule.
 
     Attributes:
-        text: what was found there.
+        text: the text that was found there.
     """
 
     def __init__(
@@ -197,22 +197,22 @@ class ScheduleSyntaxError(ReadError):
 
 
 class FormatError(ReadError):
-    """A file that is damaged, too new, unreadable, or not what its suffix says."""
+    """A file is damaged, too new, unreadable, or does not match its suffix."""
 
 
 class WriteError(PenstockError, ValueError):
-    """A schedule cannot be written as asked."""
+    """A file cannot be written as requested."""
 
 
 class RunError(PenstockError, RuntimeError):
-    """Something went wrong when a pipeline was set up or run."""
+    """Setting up or running a pipeline failed."""
 
 
 class StageError(RunError):
-    """The stages do not fit the schedule, or each other.
+    """The stages do not match the schedule, or each other.
 
     Attributes:
-        stage: the stage in question, where one can be named.
+        stage: the stage in question, if it is a single one.
     """
 
     def __init__(self, message: str, *, stage: int | None = None) -> None:
@@ -221,10 +221,10 @@ class StageError(RunError):
 
 
 class MicrobatchError(RunError):
-    """A batch cannot be split, or outputs cannot be merged, as asked.
+    """A batch cannot be split, or outputs cannot be merged, as requested.
 
     Attributes:
-        name: where the value is in the call, e.g. ``args[0]`` or ``kwargs['mask']``.
+        name: the value in the call, e.g. ``args[0]`` or ``kwargs['mask']``.
     """
 
     def __init__(self, message: str, *, name: str | None = None) -> None:
@@ -233,14 +233,14 @@ class MicrobatchError(RunError):
 
 
 class MetadataError(RunError):
-    """Tensors on an edge between stages are not what was agreed, or a description of them is damaged."""
+    """Tensors on an edge between stages differ from the agreed ones, or their metadata is damaged."""
 
 
 class TransportError(RunError):
-    """An edge between ranks does not come up, or a connection is lost.
+    """An edge between ranks could not be set up, or a connection was lost.
 
     Attributes:
-        peer: the rank at the other end, where one can be named.
+        peer: the rank at the other end, if it is known.
     """
 
     def __init__(self, message: str, *, peer: int | None = None) -> None:
@@ -249,11 +249,11 @@ class TransportError(RunError):
 
 
 class StepError(RunError):
-    """A step ended early on some rank; every rank raises this, with what happened there.
+    """A step failed on some rank; every rank raises this error, with what happened there.
 
     Attributes:
-        rank: where it happened.
-        action: the text form of the action that failed or hangs, e.g. ``2F0``, where there was one.
+        rank: the rank that failed.
+        action: the text form of the action that failed or hangs, e.g. ``2F0``, if there was one.
         stage: the stage of that action.
         microbatch: the microbatch of that action.
         remote_traceback: the traceback on that rank, as text.

@@ -134,7 +134,7 @@ def test_what_is_shown_can_be_read_again(tmp_path):
 def test_what_cannot_run_is_shown_with_a_remark(tmp_path):
     (tmp_path / "stuck.csv").write_text("0B0,0F0\n")
     result = penstock("show", "stuck.csv", cwd=tmp_path)
-    assert "# it does not run: rank 0 waits for ever at step 0: 0B0 needs 0F0" in result.stdout
+    assert "# it does not run: rank 0 waits forever at step 0: 0B0 needs 0F0" in result.stdout
 
 
 def test_a_full_disk_is_one_message():
@@ -157,17 +157,17 @@ def test_as_written():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["show", "1F2B"], "no schedule is called '1F2B'; did you mean 1F1B?"),
+        (["show", "1F2B"], "unknown schedule '1F2B'; did you mean 1F1B?"),
         (["show", "nothing.csv"], "nothing.csv: cannot be read: No such file or directory"),
-        (["show", "1F1B", "--ranks", "0"], "ranks must be at least 1, not 0"),
+        (["show", "1F1B", "--ranks", "0"], "ranks must be at least 1, got 0"),
         (["show", "GPipe", "-s", "2"], "GPipe has 1 stage per rank, not 2; leave --stages-per-rank out"),
         (["show", str(ZOO / "with_w.txt"), "-r", "2"], "has its own sizes; leave --ranks 2 out"),
         (["convert", "GPipe", "out.yaml"], "the suffix '.yaml' is not one of a schedule"),
         (["show", "1F1B", "--ranks", "two"], "Invalid value for '--ranks'"),
         (["check", "1F1B", "--model", "pair"], "'pair' is not a communication model; write e.g. 'rendezvous:pair'"),
-        (["check", "1F1B", "--model", "sync:pair"], "buffering is 'rendezvous', 'bounded(1)', 'bounded(2)', ... or"),
+        (["check", "1F1B", "--model", "sync:pair"], "use 'rendezvous', 'bounded(1)', 'bounded(2)', ... or"),
         (["check", "nothing.csv"], "nothing.csv: cannot be read"),
-        (["show", "x" * 300], "no schedule is called"),
+        (["show", "x" * 300], "unknown schedule"),
         (["convert", "GPipe", "x" * 300 + ".csv"], "File name too long"),
         (["shwo"], "No such command 'shwo'"),
         (["show", "low.cvs"], "low.cvs: the suffix '.cvs' is not one of a schedule; name it *.csv, *.json or *.txt"),
@@ -209,7 +209,7 @@ def test_convert_builds_and_does_not_overwrite_unasked(tmp_path):
     result = penstock("convert", "ZB-H2", "it.json", "-r", "3", "-m", "5", "--json", cwd=tmp_path)
     assert json.loads(result.stdout) == {"target": "it.json", "ranks": 3, "stages": 3, "microbatches": 5}
     refused = penstock("convert", "GPipe", "it.json", cwd=tmp_path)
-    assert (refused.returncode, refused.stderr) == (2, "penstock: it.json: is there already; --force replaces it\n")
+    assert (refused.returncode, refused.stderr) == (2, "penstock: it.json: already exists; --force replaces it\n")
     assert ps.read(tmp_path / "it.json") == ps.build("ZB-H2", ranks=3, microbatches=5)
     assert penstock("convert", "GPipe", "it.json", "--force", cwd=tmp_path).returncode == 0
     assert ps.read(tmp_path / "it.json") == ps.build("GPipe", ranks=4, microbatches=8)
@@ -262,7 +262,7 @@ def test_check_of_what_cannot_be_lowered(tmp_path):
 def test_check_with_a_memory_limit():
     result = penstock("check", "GPipe", "--memory-limit", "3")
     assert result.returncode == 1
-    assert "with 0F3 the rank holds 4 activations, and 3 is the limit" in result.stdout
+    assert "0F3 brings the rank to 4 activations; the limit is 3" in result.stdout
 
     result = penstock("check", "1F1B", "--memory-limit", "4")
     assert result.returncode == 0
@@ -351,7 +351,7 @@ def test_a_file_of_another_kind_is_not_an_unknown_schedule(tmp_path):
     refused = penstock("check", "notes", cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (
         2,
-        "penstock: notes: a name without a suffix is not one of a schedule; name it *.csv, *.json or *.txt\n",
+        "penstock: notes: the file name has no suffix; name it *.csv, *.json or *.txt\n",
     )
     (tmp_path / "gpipe").mkdir()
     assert penstock("show", "gpipe", cwd=tmp_path).returncode == 0

@@ -16,7 +16,7 @@ import torch
 import penstock as ps
 from penstock.cli import demo
 from penstock.runtime.demo.__main__ import TOLERANCE, differences
-from penstock.runtime.demo.model import cut
+from penstock.runtime.demo.model import assign_layers
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 LIMIT = 240
@@ -164,7 +164,7 @@ def test_a_wide_picture_is_folded_in_a_pipe(capsys):
 def test_what_cannot_be_trained():
     unknown = penstock("demo", "--schedule", "ZBVZeroBuble")
     assert (unknown.returncode, unknown.stdout) == (2, "")
-    assert unknown.stderr.startswith("penstock: no schedule is called 'ZBVZeroBuble'; did you mean ZBVZeroBubble")
+    assert unknown.stderr.startswith("penstock: unknown schedule 'ZBVZeroBuble'; did you mean ZBVZeroBubble")
     forward = penstock("demo", "--schedule", "ForwardOnly")
     assert (forward.returncode, forward.stdout) == (2, "")
     assert forward.stderr == (
@@ -194,7 +194,7 @@ def test_wrong_gradients_are_seen():
 
 @pytest.mark.parametrize(("blocks", "stages"), [(8, 1), (8, 3), (8, 8), (16, 16)])
 def test_every_layer_is_in_one_stage(blocks, stages):
-    pieces = cut(blocks, stages)
+    pieces = assign_layers(blocks, stages)
     assert [layer for piece in pieces for layer in piece] == list(range(blocks + 2))
     sizes = [len(set(piece) - {0, blocks + 1}) for piece in pieces]
     assert max(sizes) - min(sizes) <= 1

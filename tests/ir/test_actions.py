@@ -88,18 +88,24 @@ def test_an_empty_cell_is_idle_but_no_action(text):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ((-1, F, 0), "stage_index must be from 0"),
-        ((0, F, -1), "microbatch_index must be from 0"),
+        ((-1, F, 0), "stage_index must be between 0"),
+        ((0, F, -1), "microbatch_index must be between 0"),
         ((0, F), "needs a microbatch; write e.g. '0F0'"),
         ((0, "Q", 0), "'Q' is not a computation type"),
-        ((1.5, F, 0), "stage_index must be a whole number, not 1.5"),
+        ((1.5, F, 0), "stage_index must be an integer, got 1.5"),
         ((0, ComputationType.UNSHARD, 1), "write '0UNSHARD'"),
-        ((0, F, 0, (Action(0, F, 0),)), "has no sub_actions"),
-        ((3, ComputationType.OVERLAP_F_B, None, (Action(0, F, 0), Action(0, B, 1))), "no stage of its own"),
+        ((0, F, 0, (Action(0, F, 0),)), "only OVERLAP_F_B takes sub_actions"),
+        (
+            (3, ComputationType.OVERLAP_F_B, None, (Action(0, F, 0), Action(0, B, 1))),
+            "the stage_index of an overlap must be -1",
+        ),
         ((-1, ComputationType.OVERLAP_F_B, None, None), "two or more"),
-        ((-1, ComputationType.OVERLAP_F_B, None, (Action(0, F, 0), "1B0")), "made of F, B, I and W actions"),
+        ((-1, ComputationType.OVERLAP_F_B, None, (Action(0, F, 0), "1B0")), "can only contain F, B, I and W actions"),
         ((LARGEST_INDEX + 1, F, 0), str(LARGEST_INDEX)),
-        ((-1, ComputationType.OVERLAP_F_B, 5, (Action(0, F, 0), Action(0, B, 1))), "no microbatch of its own"),
+        (
+            (-1, ComputationType.OVERLAP_F_B, 5, (Action(0, F, 0), Action(0, B, 1))),
+            "an overlap takes no microbatch_index",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together(fields, told):

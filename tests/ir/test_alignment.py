@@ -33,7 +33,7 @@ def test_it_is_stuck_exactly_if_the_interpreter_is(first, data):
     try:
         expected = starts_by_oracle(schedule)
     except interpreter.StuckError:
-        with pytest.raises(ScheduleError, match="waits for ever"):
+        with pytest.raises(ScheduleError, match="waits forever"):
             unit_steps(schedule)
     else:
         assert unit_steps(schedule) == expected
@@ -45,7 +45,7 @@ def test_an_overlap_waits_for_all_that_it_holds():
 
 
 def test_what_runs_together_cannot_wait_for_each_other():
-    with pytest.raises(ScheduleError, match="waits for ever"):
+    with pytest.raises(ScheduleError, match="waits forever"):
         unit_steps(Schedule([["(0F0;0B0)OVERLAP_F_B"]]))
 
 

@@ -31,8 +31,8 @@ def test_explicit_and_unequal():
         (lambda: Placement.from_rows([[0], [2]]), "no rank holds stage 1"),
         (lambda: Placement.from_mapping({0: 0, 10**12: 1}), "no rank holds stage 1"),
         (lambda: Placement.from_mapping({-1: 0}), "no rank holds stage 0"),
-        (lambda: Placement((0, 2), 2), "stage 1 is on rank 2, but the ranks are 0 to 1"),
-        (lambda: Placement((0, -1), 2), "stage 1 is on rank -1"),
+        (lambda: Placement((0, 2), 2), "stage 1 is placed on rank 2, but the ranks are 0 to 1"),
+        (lambda: Placement((0, -1), 2), "stage 1 is placed on rank -1"),
     ],
 )
 def test_impossible_placements(make, told):
@@ -46,7 +46,7 @@ def test_a_rank_may_hold_nothing():
 
 @pytest.mark.parametrize("make", [Placement.loop, Placement.v])
 def test_sizes(make):
-    with pytest.raises(SizeError, match="ranks must be at least 1, not 0"):
+    with pytest.raises(SizeError, match="ranks must be at least 1, got 0"):
         make(0, 4)
-    with pytest.raises(SizeError, match="stages must be at least 0, not -1"):
+    with pytest.raises(SizeError, match="stages must be at least 0, got -1"):
         make(2, -1)

@@ -40,7 +40,7 @@ class Sleeper(torch.nn.Module):
 
 
 def recorded(rank, ranks, schedule, steps=3, sleeper=lambda stage: Sleeper(), *, group=None, transport=None):
-    """Steps of stages that sleep: what was recorded, on this rank."""
+    """Record steps of stages that sleep, on this rank."""
     stages = {stage: sleeper(stage) for stage in schedule.placement.stages_of(rank)}
     pipe = Pipeline(stages, schedule, loss_fn=torch.nn.functional.mse_loss, group=group, transport=transport)
     batch = torch.ones(schedule.microbatches, 4)
@@ -67,7 +67,7 @@ HALVES = [("ZBVZeroBubble", 2), ("InterleavedZeroBubble", 2)]
 @pytest.mark.parametrize(("name", "each"), CASES + HALVES)
 @pytest.mark.parametrize("uneven", [False, True])
 def test_prediction_and_measurement_agree(monkeypatch, name, each, uneven):
-    """To the last bit but rounding, where time is what the stages take and nothing else."""
+    """Exactly, up to rounding, where only the stages take time."""
     schedule = ps.build(name, ranks=2, microbatches=4, stages_per_rank=each)
     clocks = LogicalTime()
     takes = [1 + (stage % 3 if uneven else 0) for stage in range(schedule.stages)]
@@ -96,13 +96,13 @@ def test_prediction_and_measurement_agree(monkeypatch, name, each, uneven):
         if text in begins:
             assert (begin + waited, end) == pytest.approx(begins[text]), text
     waited = {text: waited for text, _, _, waited in other[5]}
-    assert waited["1F0"] == pytest.approx(takes[0])  # it waits for 0F0, and that is none of its own time
+    assert waited["1F0"] == pytest.approx(takes[0])  # it waits for 0F0, which does not count as its own time
     assert ratio == pytest.approx([5 / 4] * each)  # five equal steps, after four
 
 
 @pytest.mark.parametrize(("name", "each"), CASES)
 def test_a_recording_of_processes(workers, name, each):
-    """A sleep may take longer than was asked for, and never less."""
+    """A sleep may take longer than requested, but never less."""
     schedule = ps.build(name, ranks=2, microbatches=4, stages_per_rank=each)
     (costs, makespan, busy, idle, ends, spans, ratio), other = workers.run(recorded, schedule, ranks=2)
     assert (costs, makespan, busy, idle, ends) == other[:5]
@@ -119,7 +119,7 @@ def test_a_recording_of_processes(workers, name, each):
     expected = [text for text in leaves if not text.endswith(left_out)]
     found = [text for text, *_ in spans]
     assert sorted(found) == sorted(expected)
-    # Receives may be posted earlier than they stand.
+    # Receives may be posted ahead of their place.
     assert [text for text in found if "RECV" not in text] == [text for text in expected if "RECV" not in text]
     assert ratio == pytest.approx([5 / 4] * each)
 
@@ -135,8 +135,8 @@ def test_a_backward_in_halves():
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_waiting_for_a_slow_stage_is_no_work_of_the_next(monkeypatch, warm):
-    """Neither after a step without a clock nor in the very first one; and no clock stays behind."""
+def test_waiting_for_a_slow_stage_does_not_count_as_work(monkeypatch, warm):
+    """Neither after a step that was not recorded nor in the very first one; and nothing stays timed afterwards."""
     schedule = ps.build("1F1B", ranks=2, microbatches=4)
     clocks = LogicalTime()
 
@@ -151,12 +151,12 @@ def test_waiting_for_a_slow_stage_is_no_work_of_the_next(monkeypatch, warm):
             for _ in range(2):
                 pipe.step(*given, target=batch)
         pipe.step(*given, target=batch)
-        clocked = [edge for edge in pipe._programs.edges.values() if edge._transport is not transport]
-        return record.costs().forward, clocked, pipe.transport is transport
+        timed = [edge for edge in pipe._programs.edges.values() if edge._transport is not transport]
+        return record.costs().forward, timed, pipe.transport is transport
 
-    for forward, clocked, same in clocks.run(worker, 2, monkeypatch):
+    for forward, timed, same in clocks.run(worker, 2, monkeypatch):
         assert forward == pytest.approx((50, 1))
-        assert (clocked, same) == ([], True)
+        assert (timed, same) == ([], True)
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -183,11 +183,11 @@ def test_a_function_that_is_registered_while_recording(warm):
     pipe.close()
 
 
-def test_nothing_is_recorded_twice_or_for_nothing():
+def test_a_recording_within_a_recording_or_without_steps():
     schedule = ps.build("GPipe", ranks=1, microbatches=1)
     pipe = Pipeline({0: Sleeper()}, schedule, loss_fn=torch.nn.functional.mse_loss)
     with pipe.recording() as record:
-        with pytest.raises(RunError, match="being recorded already"), pipe.recording():
+        with pytest.raises(RunError, match="already being recorded"), pipe.recording():
             pass
         pipe.eval(torch.ones(1, 1))
     assert record.steps == []

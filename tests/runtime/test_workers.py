@@ -31,7 +31,7 @@ def process(rank, ranks):
 
 def fail_on(rank, ranks, where):
     if rank == where:
-        raise ValueError(f"no luck on {rank}")
+        raise ValueError(f"failed on {rank}")
     return rank
 
 
@@ -43,7 +43,7 @@ def wait_for_others(rank, ranks, *, group):
 
 def hang(rank, ranks):
     if rank == 1:
-        sys.stdout.write("on my way\n")
+        sys.stdout.write("started\n")
         stuck_here()
 
 
@@ -96,15 +96,15 @@ def test_the_function_runs_on_every_rank_with_a_group(workers):
         assert {(size, world) for size, world, _ in results} == {(len(numbers), len(numbers))}
 
 
-def test_processes_stay(workers):
+def test_processes_are_reused(workers):
     first = workers.run(process)
     assert workers.run(process) == first
     assert [process_id for process_id, _ in first] == workers.process_ids
     assert {threads for _, threads in first} == {1}
 
 
-def test_an_exception_comes_back(workers):
-    with pytest.raises(WorkerError, match="rank 2: ValueError: no luck on 2") as caught:
+def test_an_exception_is_raised_in_the_tests(workers):
+    with pytest.raises(WorkerError, match="rank 2: ValueError: failed on 2") as caught:
         workers.run(fail_on, 2)
     assert caught.value.rank == 2
     assert isinstance(caught.value.error, ValueError)
@@ -112,7 +112,7 @@ def test_an_exception_comes_back(workers):
     assert workers.run(fail_on, 99) == [0, 1, 2, 3]
 
 
-def test_who_waits_for_the_one_that_failed_is_shown(workers, monkeypatch):
+def test_the_stack_of_a_rank_that_waits_for_a_failed_one_is_shown(workers, monkeypatch):
     monkeypatch.setattr("runtime.workers.GRACE", 0.5)
     with pytest.raises(WorkerError) as caught:
         workers.run(wait_for_others, ranks=2)
@@ -129,7 +129,7 @@ def test_a_hang_ends_with_the_stacks(workers):
         workers.run(hang, limit=3)
     assert time.monotonic() - began < 20
     assert caught.value.rank == 1
-    assert "on my way" in str(caught.value)
+    assert "started" in str(caught.value)
     assert "in stuck_here" in str(caught.value)
     assert not any(alive(process_id) for process_id in before)
     assert workers.run(fail_on, 99) == [0, 1, 2, 3]
@@ -148,7 +148,7 @@ def test_warnings_are_errors_as_in_the_tests(workers):
     assert workers.run(deprecated_in_torch, ranks=1) == ["fine"]
 
 
-def test_what_cannot_be_sent_is_told(workers):
+def test_functions_and_results_that_cannot_be_sent(workers):
     with pytest.raises(WorkerError, match=r"rank 0: .*[Pp]ickle"):
         workers.run(unsendable, ranks=1)
     with pytest.raises(TypeError, match="top of its module"):

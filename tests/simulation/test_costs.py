@@ -41,8 +41,8 @@ def test_a_file_written_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
-        ({"forward": -1}, "forward", "forward must be at least 0, not -1"),
-        ({"forward": [1, -1]}, "forward", r"forward\[1\] must be at least 0, not -1"),
+        ({"forward": -1}, "forward", "forward must be at least 0, got -1"),
+        ({"forward": [1, -1]}, "forward", r"forward\[1\] must be at least 0, got -1"),
         ({"backward": math.nan}, "backward", "backward must be finite, not nan"),
         ({"latency": math.inf}, "latency", "latency must be finite, not inf"),
         ({"forward": "1"}, "forward", "forward must be a number, not '1'"),
@@ -137,7 +137,7 @@ def test_what_is_not_costs_or_a_model():
     with pytest.raises(ps.CostsError, match="costs are Costs"):
         ps.simulate(schedule, {"forward": 1})
     for model in ("eager", ["eager"]):
-        with pytest.raises(ps.ModelError, match="a model is a CommModel"):
+        with pytest.raises(ps.ModelError, match="model must be a CommModel"):
             ps.simulate(schedule, model=model)
     with pytest.raises(ps.CostsError, match="'bandwidth' is not a field of stages"):
         ps.Costs().per_stage("bandwidth", 4)

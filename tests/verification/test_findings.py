@@ -36,32 +36,36 @@ def test_nothing_is_wrong_with_it():
         ("0F1 ", "0F1 0F1 ", "rank 0, step 4: 0F1 appears twice; drop it"),
         ("0F1 ", "0F1 0F7 ", "rank 0, step 4: 0F7 refers to microbatch 7, but there are 2 microbatches (0 to 1)"),
         ("0F1 ", "0F1 2F1 ", "rank 0, step 4: 2F1 refers to stage 2, but there are 2 stages (0 to 1)"),
-        ("0F1 ", "0F1 1F1 ", "rank 0, step 4: 1F1 is here, but stage 1 is on rank 1; move it to rank 1"),
+        ("0F1 ", "0F1 1F1 ", "rank 0, step 4: 1F1 is on the wrong rank: stage 1 is on rank 1; move it to rank 1"),
         ("1W1 ", "1W1 1B1 ", "rank 1, step 7: 1I1 is half of a backward that also appears as a full B"),
         ("1I1 1SEND_B1 1W1", "1W1 1I1 1SEND_B1", "rank 1, step 7: 1W1 needs 1I1, which comes later, at step 8"),
         ("1F0 1RECV_F1 1F1 1B0", "1B0 1RECV_F1 1F1 1F0", "rank 1, step 2: 1B0 needs 1F0, which comes later, at step 5"),
         ("1RECV_F1 1F1", "(1F1;1F1)OVERLAP_F_B 1RECV_F1", "1RECV_F1 comes after 1F1, which uses it"),
         ("1RECV_F0 ", "", "rank 0, step 2: 0SEND_F0 has no 1RECV_F0 on rank 1; add 1RECV_F0 before 1F0 on rank 1"),
-        ("0SEND_F0 ", "", "rank 1, step 1: 1RECV_F0 has no 0SEND_F0 on rank 0; add 0SEND_F0 behind 0F0 on rank 0"),
+        ("0SEND_F0 ", "", "rank 1, step 1: 1RECV_F0 has no 0SEND_F0 on rank 0; add 0SEND_F0 after 0F0 on rank 0"),
         ("0SEND_F0 ", "0SEND_F0 0SEND_F0 ", "rank 0, step 3: 0SEND_F0 appears twice"),
-        ("0SEND_F0 ", "0SEND_F0 0RECV_F0 ", "rank 0, step 3: 0RECV_F0 has no stage on its other side; drop it"),
-        ("0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 comes before 0F0, which makes what it sends; move it behind 0F0"),
+        (
+            "0SEND_F0 ",
+            "0SEND_F0 0RECV_F0 ",
+            "rank 0, step 3: 0RECV_F0 has no neighbouring stage to exchange with; drop it",
+        ),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "0SEND_F0 comes before 0F0, which produces what it sends; move it after 0F0"),
         ("1RECV_F0 1F0", "1F0 1RECV_F0", "rank 1, step 2: 1RECV_F0 comes after 1F0, which uses it; move it before 1F0"),
-        ("0UNSHARD ", "0UNSHARD 0UNSHARD ", "rank 0, step 1: 0UNSHARD, but the stage is unsharded already; drop it"),
-        ("0UNSHARD ", "", "0F0 runs on a stage that was not unsharded (and 3 more until 0RESHARD at step 8); add"),
+        ("0UNSHARD ", "0UNSHARD 0UNSHARD ", "rank 0, step 1: 0UNSHARD, but the stage is already unsharded; drop it"),
+        ("0UNSHARD ", "", "0F0 runs on a stage that is not unsharded (and 3 more until 0RESHARD at step 8); add"),
         (
             "0F1 ",
             "0RESHARD 0F1 ",
-            "rank 0, step 4: 0F1 runs on a stage that was resharded before it, by 0RESHARD at step 3",
+            "rank 0, step 4: 0F1 runs on a stage that was already resharded, by 0RESHARD at step 3",
         ),
         ("0RESHARD ", "0RESHARD 0RESHARD ", "rank 0, step 10: 0RESHARD, but the stage is not unsharded"),
         (
             "0B1 0RESHARD 0REDUCE_GRAD",
             "0REDUCE_GRAD 0B1 0RESHARD",
-            "0REDUCE_GRAD comes before 0B1, the last gradients of the",
+            "0REDUCE_GRAD comes before 0B1, which computes the last gradients of the",
         ),
         ("0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD", "rank 0, step 11: 0REDUCE_GRAD appears twice"),
-        ("0REDUCE_GRAD", "", "rank 0: 0REDUCE_GRAD is missing, though other stages have theirs; add it to rank 0"),
+        ("0REDUCE_GRAD", "", "rank 0: 0REDUCE_GRAD is missing, although other stages have one; add it to rank 0"),
     ],
 )
 def test_every_kind(old, new, told):
@@ -78,30 +82,30 @@ def test_every_kind(old, new, told):
     [
         (
             "0F0 0F1 0B0 0B1 0RESHARD",
-            "0F0 runs on a stage that was not unsharded (and 3 more until 0RESHARD at step 4); add 0UNSHARD before it",
+            "0F0 runs on a stage that is not unsharded (and 3 more until 0RESHARD at step 4); add 0UNSHARD before it",
             [(0, 0)],
         ),
         (
             "0F0 0UNSHARD 0F1 0B0 0B1 0RESHARD",
-            "0F0 runs on a stage that was not unsharded; move 0UNSHARD before it",
+            "0F0 runs on a stage that is not unsharded; move 0UNSHARD before it",
             [(0, 0)],
         ),
         (
             "0UNSHARD 0F0 0RESHARD 0F1 0B0 0B1",
-            "0F1 runs on a stage that was resharded before it, by 0RESHARD at step 2 (and 2 more to the end); "
-            "move 0RESHARD behind 0B1",
+            "0F1 runs on a stage that was already resharded, by 0RESHARD at step 2 (and 2 more to the end); "
+            "move 0RESHARD after 0B1",
             [(0, 2), (0, 3)],
         ),
         (
             "0UNSHARD 0F0 0F1 0RESHARD 0B0 0B1 0RESHARD",
-            "0B0 runs on a stage that was resharded before it, by 0RESHARD at step 3 (and 1 more until 0RESHARD at "
+            "0B0 runs on a stage that was already resharded, by 0RESHARD at step 3 (and 1 more until 0RESHARD at "
             "step 6); drop that 0RESHARD, or add 0UNSHARD before 0B0",
             [(0, 3), (0, 4)],
         ),
         (
             "0UNSHARD 0F0 0F1 0RESHARD 0B0 0UNSHARD 0B1 0RESHARD",
-            "0B0 runs on a stage that was resharded before it, by 0RESHARD at step 3; "
-            "move 0RESHARD behind 0B0, or 0UNSHARD before 0B0",
+            "0B0 runs on a stage that was already resharded, by 0RESHARD at step 3; "
+            "move 0RESHARD after 0B0, or 0UNSHARD before 0B0",
             [(0, 3), (0, 4)],
         ),
     ],
@@ -120,7 +124,7 @@ def test_both_ends_of_what_is_untimely_are_marked():
 def test_a_transfer_that_is_nowhere():
     findings = found(RIGHT.replace("0SEND_F0 ", "").replace("1RECV_F0 ", ""))
     assert [str(finding) for finding in findings] == [
-        "rank 1, step 1: 1F0 needs what stage 0 makes on rank 0, and nobody sends it; "
+        "rank 1, step 1: 1F0 needs the output of stage 0 on rank 0, which is not sent; "
         "add 0SEND_F0 on rank 0 and 1RECV_F0 on rank 1"
     ]
 
@@ -141,10 +145,10 @@ def test_memory():
     assert found(RIGHT, memory_limit=2) == []
     findings = found(RIGHT, memory_limit=1)
     assert [str(finding) for finding in findings] == [
-        "rank 0, step 3: with 0F1 the rank holds 2 activations, and 1 is the limit; "
-        "run 0B0 before it: an I releases nothing, only a W or B does",
-        "rank 1, step 4: with 1F1 the rank holds 2 activations, and 1 is the limit; "
-        "run 1B0 before it: an I releases nothing, only a W or B does",
+        "rank 0, step 3: 0F1 brings the rank to 2 activations; the limit is 1; "
+        "run 0B0 before it: an I releases nothing, only a B or W does",
+        "rank 1, step 4: 1F1 brings the rank to 2 activations; the limit is 1; "
+        "run 1B0 before it: an I releases nothing, only a B or W does",
     ]
     v_half = ps.build("V-Half", ranks=8, microbatches=24)
     assert ps.check(v_half, memory_limit=10) == []
@@ -154,11 +158,11 @@ def test_memory():
 @pytest.mark.parametrize(
     ("row", "limit", "told"),
     [
-        ("0F0 0B0", 0, "with 0F0 the rank holds 1 activation, and 0 is the limit; raise the limit: there is no B or W"),
-        ("0F0 0I0 0F1 0W0 0B1", 1, "run 0W0 before it: an I releases nothing, only a W or B does"),
-        ("0F0 0F1 0B0 0F2 0B1 0B2", 1, "with 0F1 the rank holds 2 activations, and 1 is the limit; run 0B0 before it"),
-        ("0F0 1F0 1B0 0B0", 1, "with 1F0 the rank holds 2 activations, and 1 is the limit; raise the limit"),
-        ("0F0 0F1", 1, "with 0F1 the rank holds 2 activations, and 1 is the limit; raise the limit"),
+        ("0F0 0B0", 0, "0F0 brings the rank to 1 activation; the limit is 0; raise the limit: no B or W"),
+        ("0F0 0I0 0F1 0W0 0B1", 1, "run 0W0 before it: an I releases nothing, only a B or W does"),
+        ("0F0 0F1 0B0 0F2 0B1 0B2", 1, "0F1 brings the rank to 2 activations; the limit is 1; run 0B0 before it"),
+        ("0F0 1F0 1B0 0B0", 1, "1F0 brings the rank to 2 activations; the limit is 1; raise the limit"),
+        ("0F0 0F1", 1, "0F1 brings the rank to 2 activations; the limit is 1; raise the limit"),
     ],
 )
 def test_what_would_release_memory(row, limit, told):
@@ -219,14 +223,14 @@ def test_no_order_of_transfers_can_help_if_compute_waits_in_a_circle():
 
 def test_what_else_is_wrong_is_to_be_mended_before_a_deadlock():
     *_, deadlock = found(HOPELESS.replace("1SEND_B1", "1SEND_B1 1SEND_B1"))
-    assert (deadlock.kind, deadlock.fix) == ("deadlock", "mend what else is wrong first, and check again")
+    assert (deadlock.kind, deadlock.fix) == ("deadlock", "fix the other findings first, then check again")
 
 
 def test_repair_is_proposed_where_it_helps():
     swapped = ps.Schedule([["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F1", "1RECV_F0", "1F0", "1F1"]])
     (finding,) = ps.check(swapped)
     assert finding.fix == (
-        "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"
+        "reorder the transfers, e.g. with penstock.repair(schedule, model) or penstock convert --repair"
     )
     assert ps.check(ps.repair(swapped)) == []
 
@@ -284,17 +288,19 @@ def test_the_rest_is_counted_by_kind():
 
 def test_far_too_few_actions_for_the_microbatches():
     (finding,) = ps.check(ps.Schedule([["0F0"]], microbatches=2**28))
-    assert "rank 0: 0F1 is missing, and much more: 1 stages times 268435456 microbatches need 268435456" in str(finding)
+    assert "rank 0: 0F1 is missing, as are most others: 1 stages x 268435456 microbatches need 268435456" in str(
+        finding
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("never",), "buffering is 'rendezvous', 'bounded(1)'"),
-        (("bounded(0)",), "buffering is"),
-        (("bounded(x)",), "buffering is"),
-        (("rendezvous", "lane"), "lanes are one per rank, pair, direction, message, not per 'lane'"),
-        ((3,), "buffering is"),
+        (("never",), "use 'rendezvous', 'bounded(1)'"),
+        (("bounded(0)",), "unknown buffering"),
+        (("bounded(x)",), "unknown buffering"),
+        (("rendezvous", "lane"), "unknown lanes 'lane'; use 'rank', 'pair', 'direction' or 'message'"),
+        ((3,), "unknown buffering"),
     ],
 )
 def test_models_that_there_are_not(arguments, told):
@@ -323,7 +329,7 @@ def test_the_way_round_is_short_however_long_the_rows_are():
         "rank 0 waits in 2F1999, ahead of 0F0, for rank 1, which waits in 1F0, ahead of 1F1999, for rank 0 "
         "(under rendezvous, a lane per pair)"
     )
-    assert finding.fix == "reorder these: no order of transfers can help"
+    assert finding.fix == "reorder these actions: no order of transfers can help"
 
 
 def test_what_runs_together_is_held_together():
@@ -349,24 +355,28 @@ SMALL = ps.build("1F1B", ranks=2, microbatches=2)
 @pytest.mark.parametrize(
     ("call", "error", "told"),
     [
-        (lambda: ps.lower(HUGE), ps.VerificationError, "0F0 is missing, and much more"),
-        (lambda: ps.safe_models(HUGE), ps.ScheduleError, "need far more actions than there are"),
-        (lambda: ps.check("x"), ps.ScheduleError, "a Schedule can be checked, not 'x'"),
-        (lambda: ps.lower(None), ps.ScheduleError, "a Schedule can be lowered, not None"),
-        (lambda: ps.check(SMALL, model="rendezvous"), ps.ModelError, "a model is a CommModel"),
+        (lambda: ps.lower(HUGE), ps.VerificationError, "0F0 is missing, as are most others"),
+        (lambda: ps.safe_models(HUGE), ps.ScheduleError, "need far more actions than the schedule has"),
+        (lambda: ps.check("x"), ps.ScheduleError, "expected a Schedule, got 'x'"),
+        (lambda: ps.lower(None), ps.ScheduleError, "expected a Schedule, got None"),
+        (lambda: ps.check(SMALL, model="rendezvous"), ps.ModelError, "model must be a CommModel"),
         (
             lambda: ps.check(SMALL, memory_limit=float("nan")),
             ps.SizeError,
-            "memory_limit must be a number from 0, not nan",
+            "memory_limit must be a non-negative number, got nan",
         ),
-        (lambda: ps.check(SMALL, memory_limit="3"), ps.SizeError, "memory_limit must be a number from 0, not '3'"),
-        (lambda: ps.check(SMALL, memory_limit=-1), ps.SizeError, "memory_limit must be a number from 0, not -1"),
-        (lambda: ps.lower(SMALL, max_active_stages="3"), ps.SizeError, "max_active_stages must be a whole number"),
-        (lambda: ps.lower(SMALL, max_active_stages=1.5), ps.SizeError, "max_active_stages must be a whole number"),
+        (
+            lambda: ps.check(SMALL, memory_limit="3"),
+            ps.SizeError,
+            "memory_limit must be a non-negative number, got '3'",
+        ),
+        (lambda: ps.check(SMALL, memory_limit=-1), ps.SizeError, "memory_limit must be a non-negative number, got -1"),
+        (lambda: ps.lower(SMALL, max_active_stages="3"), ps.SizeError, "max_active_stages must be an integer"),
+        (lambda: ps.lower(SMALL, max_active_stages=1.5), ps.SizeError, "max_active_stages must be an integer"),
         (lambda: ps.lower(SMALL, defer_receives=True, look_ahead=-1), ps.SizeError, "look_ahead must be at least 0"),
         (lambda: ps.lower(SMALL, defer_receives=True, look_ahead=10**30), ps.SizeError, "look_ahead must be at most"),
-        (lambda: ps.CommModel(np.array([1, 2])), ps.ModelError, "buffering is"),
-        (lambda: ps.CommModel("eager", np.array([1, 2])), ps.ModelError, "lanes are"),
+        (lambda: ps.CommModel(np.array([1, 2])), ps.ModelError, "unknown buffering"),
+        (lambda: ps.CommModel("eager", np.array([1, 2])), ps.ModelError, "unknown lanes"),
     ],
 )
 def test_odd_arguments(call, error, told):

@@ -52,7 +52,7 @@ def convert(
     try:
         write(schedule, target, overwrite=force)
     except WriteError as fact:
-        hint = "; --force replaces it" if str(fact).endswith("is there already") else ""
+        hint = "; --force replaces it" if str(fact).endswith("already exists") else ""
         raise WriteError(f"{fact}{hint}") from None
     if machine:
         facts = {

@@ -5,18 +5,22 @@ A run for its own sake, e.g. to find shapes or to compare gradients, must not ch
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 #: Random numbers are those of the process: of ranks that are threads, one at a time draws them.
 drawing: Final = threading.RLock()
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
@@ -29,7 +33,7 @@ def untouched(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     >>> norm.running_mean, int(norm.num_batches_tracked)
     (tensor([0., 0.]), 0)
     """
-    with drawing, random_state([device]):
+    with drawing, random_state([device], [module]):
         buffers = Buffers([module])
         try:
             yield
@@ -38,15 +42,49 @@ def untouched(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def random_state(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Put the generators of the CPU and of these devices back when the block ends."""
+def random_state(devices: Iterable[torch.device], modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
+    """Restore, when the block ends, what random numbers are drawn from.
+
+    These are the generators of the CPU and of the devices, Python's, NumPy's if it is imported, and those that are
+    attributes of the modules, or in lists, tuples and dictionaries there.
+    """
     with ExitStack() as states:
         for device in set(devices):
             ours = device.type not in ("cpu", "meta")
             states.enter_context(
                 torch.random.fork_rng([device] if ours else [], device_type=device.type if ours else "cuda")
             )
+        for restore in _generators(modules):
+            states.callback(restore)
         yield
+
+
+def _generators(modules: Iterable[torch.nn.Module]) -> Iterator[Callable[[], object]]:
+    """For each generator that is not torch's default one, a function that restores its present state."""
+    yield partial(random.setstate, random.getstate())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield partial(numpy.random.set_state, numpy.random.get_state())
+    for module in modules:
+        for part in module.modules():
+            for one in _values_in(list(vars(part).values())):
+                if isinstance(one, torch.Generator):
+                    yield partial(one.set_state, one.get_state())
+                elif isinstance(one, random.Random):
+                    yield partial(one.setstate, one.getstate())
+                elif numpy is not None and isinstance(one, numpy.random.RandomState):
+                    yield partial(one.set_state, one.get_state())
+                elif numpy is not None and isinstance(one, numpy.random.Generator):
+                    yield partial(setattr, one.bit_generator, "state", one.bit_generator.state)
+
+
+def _values_in(value: Any, depth: int = 3) -> Iterator[Any]:
+    """The values in nested containers; not much deeper than people write them, since one may contain itself."""
+    if isinstance(value, (list, tuple, dict)) and depth:
+        for one in list(value.values() if isinstance(value, dict) else value):
+            yield from _values_in(one, depth - 1)
+    else:
+        yield value
 
 
 class Buffers:
@@ -83,12 +121,12 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, module: torch.nn.Module) -> _Kept:
         buffers = dict(module._buffers)
-        values = {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
+        values = {name: _memory_of(buffer).detach().clone() for name, buffer in buffers.items() if buffer is not None}
         return cls(module, buffers, values, frozenset(module._non_persistent_buffers_set))
 
     def put_back(self) -> None:
         for name, value in self.values.items():
-            self.buffers[name].copy_(value)  # type: ignore[union-attr]
+            _memory_of(self.buffers[name]).copy_(value)  # type: ignore[arg-type]  # those with a value are not None
         # The dict and the set stay the same objects: others may hold on to them.
         self.module._buffers.clear()
         self.module._buffers.update(self.buffers)
@@ -96,10 +134,23 @@ class _Kept(NamedTuple):
         self.module._non_persistent_buffers_set.update(self.not_saved)
 
 
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; where elements of an expanded one share memory, a view of the first of them."""
+    if tensor.layout is not torch.strided or all(tensor.stride()):
+        return tensor
+    return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
+
+
 def copied(values: Any) -> Any:
-    """The same values, with leaves in the place of tensors: gradients go to them alone."""
+    """The same values, with leaves in the place of tensors: gradients go to them alone. Strides are kept."""
+    return pytree.tree_map_only(torch.Tensor, _copy, values)
 
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(torch.Tensor, copy, values)
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.detach().clone()
+    is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+    if is_plain and copy.stride() != tensor.stride():  # it is expanded, or has holes
+        memory = _memory_of(tensor.detach())
+        copy = torch.empty_strided(memory.shape, memory.stride(), dtype=tensor.dtype, device=tensor.device)
+        copy = copy.copy_(memory).expand(tensor.shape)
+    return copy.requires_grad_(tensor.requires_grad)

@@ -1,1 +1,1 @@
-"""The event graph of a schedule: what happens, and what waits for what, as arrays; and the walk through it."""
+"""Builds the event graph of a schedule, what happens and what waits for what, as arrays, and walks through it."""

@@ -1,4 +1,4 @@
-"""The actions of a schedule side by side as arrays, and the place of each in it."""
+"""Holds the actions of a schedule as arrays, and looks up where each action is."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
 
     Positions = NDArray[np.signedinteger[Any]]
 
-#: Stands for an action that is not there, and for the rank of a stage that there is not.
+#: The position of an action that is missing, and the rank of a stage that does not exist.
 NONE: Final = -1
 
 _NO_POSITIONS: Final = np.empty(0, np.int32)
 
 
 def is_too_sparse(schedule: Schedule) -> bool:
-    """Whether so much is missing that tables of what should be there would not fit into memory."""
+    """Return whether so many actions are missing that tables of all of them would not fit into memory."""
     return schedule.stages * schedule.microbatches > 8 * len(schedule.codes) + 100_000
 
 
 class ActionTable:
-    """Every action that is not idle, an overlap's sub-actions one by one, rank after rank in program order.
+    """Every action that is not idle, rank after rank in program order, overlaps split into their sub-actions.
 
-    What is where is looked up in tables, one per type of action. A *slot* of a table is a stage and a microbatch. For
-    each stage there is a slot more, before its microbatches, for what has none; and there is a stage more at both ends
-    of the pipeline, where nothing ever is. So the slot of a neighbouring stage, ``stride`` slots on or back, always
-    exists.
+    A *position* is an index into these arrays. Positions are looked up in tables, one per type of action. A *slot* of a
+    table is a stage and a microbatch. Each stage has one extra slot, before its microbatches, for actions that have
+    none; and there is an extra, empty stage at both ends of the pipeline. So the slot of a neighbouring stage,
+    ``stride`` slots ahead or back, always exists.
 
     Attributes:
-        schedule: where they come from.
-        stages: how many stages it has.
-        microbatches: how many microbatches it has.
-        stride: how many slots there are for a stage.
+        schedule: the schedule.
+        stages: its number of stages.
+        microbatches: its number of microbatches.
+        stride: the number of slots per stage.
         codes: the packed actions.
-        rank: the rank of each.
-        cell: the cell of each, counted through all ranks; the sub-actions of an overlap share one.
-        kind: the type of each, as a number of ``packed.TYPE_NUMBER``.
-        offsets: where those of each rank begin, and at last where they end.
+        rank: the rank of each action.
+        cell: the cell of each action, numbered across all ranks; the sub-actions of an overlap share one.
+        kind: the type of each action, as a number of ``packed.TYPE_NUMBER``.
+        offsets: where the actions of each rank begin, and finally where the last rank ends.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -90,9 +90,9 @@ class ActionTable:
         return len(self.codes)
 
     def extended_to(self, schedule: Schedule, kinds: frozenset[ComputationType]) -> ActionTable | None:
-        """The leaves of a schedule where all actions but those of these types, none of them compute, stand as here.
+        """Return the table of a schedule that differs only in actions of these types, none of them compute.
 
-        None if they do not. What is known of them is taken over: it need not be found again. O(n).
+        Return None if it differs in others. What is already known about the other actions is reused. O(n).
         """
         if schedule.placement != self.schedule.placement or schedule.microbatches != self.microbatches:
             return None
@@ -103,11 +103,11 @@ class ActionTable:
             np.array_equal(self.codes[stayed[block]], other.codes[now[block]]) for block in blocks(len(now))
         ):
             return None
-        on_their_ranks = self.all_placed and other.all_placed  # and so on the same: the stages are where they were
+        on_their_ranks = self.all_placed and other.all_placed  # and so on the same ranks: the placement is the same
         if not on_their_ranks and not np.array_equal(self.rank[stayed], other.rank[now]):
             return None
         if other.has_transfers:
-            return other  # what waits for what is then said by its transfers
+            return other  # its transfers then define what waits for what
         position = np.zeros(len(self), index_dtype(len(self)))
         position[stayed] = now
         if self._known_inputs:
@@ -119,38 +119,38 @@ class ActionTable:
 
     @cached_property
     def first_cell(self) -> Positions:
-        """The number of the first cell of each rank."""
+        """The first cell of each rank."""
         cells = np.cumsum(np.append(0, ~packed.is_joined(self.schedule.codes)))
         return np.asarray(cells[self.schedule.offsets])
 
     @property
     def cells(self) -> int:
-        """How many cells there are up to the last one that is not idle."""
+        """The number of cells up to the last one that is not idle."""
         return int(self.cell[-1]) + 1 if len(self) else 0
 
     @cached_property
     def stage(self) -> Positions:
-        """The stage of each."""
+        """The stage of each action."""
         return packed.stages(self.codes)
 
     @cached_property
     def microbatch(self) -> Positions:
-        """The microbatch of each, -1 where there is none."""
+        """The microbatch of each action, -1 if it has none."""
         return packed.microbatches(self.codes)
 
     @cached_property
     def rank_of_stage(self) -> Positions:
-        """The rank that each stage is placed on; and ``NONE`` for one before the first and one behind the last."""
+        """The rank of each stage, followed by ``NONE`` for the extra stages at both ends."""
         return np.array((*self.schedule.placement.rank_of, NONE), np.int32)
 
     @cached_property
     def in_range(self) -> NDArray[np.bool_]:
-        """Whether the stage is placed and the microbatch exists."""
+        """Whether the stage and the microbatch of each action exist."""
         return (self.stage < self.stages) & (self.microbatch < self.microbatches)
 
     @cached_property
     def all_in_range(self) -> bool:
-        """Whether that holds for all."""
+        """Whether they exist for all actions."""
         for block in blocks(len(self)):
             stage, microbatch = packed.largest(self.codes[block])
             if stage >= self.stages or microbatch >= self.microbatches:
@@ -159,7 +159,7 @@ class ActionTable:
 
     @cached_property
     def all_placed(self) -> bool:
-        """Whether it does, and all are on the rank that holds their stage."""
+        """Whether all actions are in range and on the rank that holds their stage."""
         if not self.all_in_range:
             return False
         for block in blocks(len(self)):
@@ -168,50 +168,50 @@ class ActionTable:
         return True
 
     def stages_at(self, positions: Positions) -> Positions:
-        """The stages of the actions at these places: not all of them are made for a few."""
+        """Return the stages at these positions, without computing those of all actions."""
         return packed.stages(self.codes[positions])
 
     def is_placed(self, positions: Positions) -> NDArray[np.bool_]:
-        """Whether the actions at these places are on the rank that holds their stage."""
+        """Return whether the actions at these positions are on the rank that holds their stage."""
         return np.asarray(self.rank_of_stage[np.minimum(self.stage[positions], self.stages)] == self.rank[positions])
 
     @cached_property
     def slot(self) -> Positions:
-        """The slot of each; it may be none, or another's, if it is not in range."""
+        """The slot of each action; meaningless if the action is not in range."""
         return self.slots(packed.stages(self.codes), packed.microbatches(self.codes))
 
     def slots_at(self, positions: Positions | slice) -> Positions:
-        """The slots of the actions at these places, with the same reservation: not all of them are made for a few."""
+        """Return the slots at these positions, without computing those of all actions."""
         if len(blocks(len(self))) == 1:
             return np.asarray(self.slot[positions])
         codes = self.codes[positions]
         return self.slots(packed.stages(codes), packed.microbatches(codes))
 
     def slots(self, stages: Positions, microbatches: Positions) -> Positions:
-        """The slots of these stages and microbatches."""
+        """Return the slots of these stages and microbatches."""
         return (stages + 1) * self.stride + microbatches + 1
 
     @cached_property
     def _tables(self) -> Positions:
         if is_too_sparse(self.schedule):
             raise ScheduleError(
-                f"{self.stages} stages times {self.microbatches} microbatches need far more actions than there are"
+                f"{self.stages} stages x {self.microbatches} microbatches need far more actions than the schedule has"
             )
         shape = int(self._number_of_table.max()) + 1, (self.stages + 2) * self.stride
         tables = np.full(shape, NONE, index_dtype(len(self)))
         for block in reversed(blocks(len(self))):
             positions, entries = self._entries(block)
-            tables.ravel()[entries[::-1]] = positions[::-1]  # of several the first stays
+            tables.ravel()[entries[::-1]] = positions[::-1]  # of duplicates, the first stays
         return tables
 
     @cached_property
     def _number_of_table(self) -> Positions:
-        """Which table is that of each type; those that there is nothing of share the first, which stays empty."""
+        """The index of each type's table; types without actions share the first one, which stays empty."""
         numbers = count(1)
         return np.array([next(numbers) if many and kind != packed.IDLE else 0 for kind, many in enumerate(self._count)])
 
     def _entries(self, block: slice) -> tuple[Positions, Positions]:
-        """The actions of a block that are in range, and where each stands in the tables, counted through all."""
+        """Return the actions of a block that are in range, and the index of each into all tables, flattened."""
         table = self._number_of_table.take(self.kind[block])
         entries = table * ((self.stages + 2) * self.stride) + self.slots_at(block)
         positions = np.arange(block.start, block.stop, dtype=index_dtype(len(self)))
@@ -222,9 +222,9 @@ class ActionTable:
 
     @cached_property
     def duplicates(self) -> Positions:
-        """Where actions are, of those in range and with a microbatch, that have been there before."""
+        """The positions of duplicates, among the actions in range that have a microbatch."""
         if self.all_in_range and np.count_nonzero(self._tables != NONE) == len(self):
-            return _NO_POSITIONS  # as many are found as there are
+            return _NO_POSITIONS  # every action has its own entry
         found = [_NO_POSITIONS]
         for block in blocks(len(self)):
             positions, entries = self._entries(block)
@@ -233,13 +233,13 @@ class ActionTable:
         return np.asarray(again[self.microbatch[again] != NONE])
 
     def positions_of(self, *kinds: ComputationType) -> Positions:
-        """Where the actions of these types are, in order."""
+        """Return the positions of the actions of these types, in order."""
         if kinds not in self._found:
             self._found[kinds] = self._where(packed.kind_mask(kinds)) if self.has_any(kinds) else _NO_POSITIONS
         return self._found[kinds]
 
     def _where(self, wanted: NDArray[np.bool_]) -> Positions:
-        """Where the actions are whose type, as a number, is wanted."""
+        """Return the positions of the actions whose type number is wanted."""
         if len(blocks(len(self))) == 1:
             return wanted.take(self.kind).nonzero()[0]
         return np.concatenate(
@@ -247,29 +247,29 @@ class ActionTable:
         )
 
     def positions_between(self, kind: ComputationType, begin: int, end: int) -> Positions:
-        """Where the actions of this type are that stand between these places and are in range, in order."""
+        """Return the positions of this type between ``begin`` and ``end`` that are in range, in order."""
         positions: Positions = (self.kind[begin:end] == packed.TYPE_NUMBER[kind]).nonzero()[0] + begin
         return positions if self.all_in_range else positions[self.in_range[positions]]
 
     def count(self, kind: ComputationType) -> int:
-        """How many actions of this type there are."""
+        """Return the number of actions of this type."""
         return self._count[packed.TYPE_NUMBER[kind]]
 
     def has_any(self, kinds: tuple[ComputationType, ...]) -> bool:
-        """Whether there is any action of these types."""
+        """Return whether there is an action of one of these types."""
         return any(self._count[packed.TYPE_NUMBER[kind]] for kind in kinds)
 
     def positions_in_range(self, *kinds: ComputationType) -> Positions:
-        """The same without those whose stage or microbatch there is not."""
+        """Return the positions of the actions of these types that are in range, in order."""
         positions = self.positions_of(*kinds)
         return positions if self.all_in_range else positions[self.in_range[positions]]
 
     def is_kind(self, positions: Positions, kind: ComputationType) -> NDArray[np.bool_]:
-        """Whether the actions at these places are of this type."""
+        """Return whether the actions at these positions are of this type."""
         return np.asarray(self.kind[positions] == packed.TYPE_NUMBER[kind])
 
     def first_placed(self, kinds: Iterable[ComputationType]) -> Positions:
-        """Where the actions of these types are, in order, without repetitions and those that are on a wrong rank."""
+        """Return the positions of these types, in order, without duplicates and actions on a wrong rank."""
         found = []
         for kind in kinds:
             table = self.table(kind)
@@ -283,23 +283,23 @@ class ActionTable:
         return self.has_any(TRANSFER_TYPES)
 
     def find(self, kind: ComputationType, stages: Positions, microbatches: Positions) -> Positions:
-        """Where the action of this type is for each stage and microbatch that exist: the first one, or ``NONE``."""
+        """Return the first position of this type for each existing stage and microbatch; ``NONE`` if missing."""
         return np.asarray(self.table(kind)[self.slots(stages, microbatches)])
 
     def table(self, kind: ComputationType) -> Positions:
-        """Where the action of this type is, for every slot: the first one, or ``NONE``."""
+        """Return the first position of this type for every slot; ``NONE`` if missing."""
         return np.asarray(self._tables[self._number_of_table[packed.TYPE_NUMBER[kind]]])
 
     def position_grid(self, kind: ComputationType) -> Positions:
-        """The table of this type as a grid, with a row per stage and a column per microbatch, and nothing else."""
+        """Return the table of this type as a grid, with a row per stage and a column per microbatch."""
         return self.table(kind).reshape(-1, self.stride)[1:-1, 1:]
 
     def find_any(self, kinds: tuple[ComputationType, ...], stages: Positions, microbatches: Positions) -> Positions:
-        """As ``find``, for the first of these types that is there."""
+        """Return the same as ``find``, for the first of these types that exists."""
         return np.asarray(self.first_table(kinds)[self.slots(stages, microbatches)])
 
     def first_table(self, kinds: tuple[ComputationType, ...]) -> Positions:
-        """As ``table``, for the first of these types that is there."""
+        """Return the same as ``table``, for the first of these types that exists."""
         if kinds not in self._first_tables:
             first, *others = kinds
             found = self.table(first)
@@ -311,20 +311,20 @@ class ActionTable:
 
     @cached_property
     def rank_of_slot(self) -> Positions:
-        """For every slot of a table the rank that its stage is placed on; ``NONE`` at both ends of the pipeline."""
+        """The rank of every slot of a table; ``NONE`` for the extra stages at both ends."""
         return np.append(NONE, self.rank_of_stage).repeat(self.stride)
 
     @property
     def inputs(self) -> tuple[Positions, Positions]:
-        """What every compute action waits for, by ``ir/dependencies.py``: pairs of (action, what it waits for).
+        """What every compute action waits for, by ``ir/dependencies.py``: pairs of (waiting, awaited) positions.
 
-        What is not there at all nothing waits for.
+        Missing actions are left out.
         """
         return _concatenate_pairs(self.input_blocks)
 
     @cached_property
     def input_blocks(self) -> list[tuple[Positions, Positions]]:
-        """The same, a block at a time."""
+        """The same pairs, block by block."""
         parts = [*self._inputs_or_none()]
         if len(blocks(len(self))) == 1:
             parts = [_concatenate_pairs(parts)]
@@ -344,7 +344,7 @@ class ActionTable:
                     yield waiting, table[slots + offset]
 
     def remote_inputs(self) -> tuple[Positions, Positions]:
-        """Those pairs of ``inputs`` that are of two ranks."""
+        """Return the pairs of ``inputs`` that are on different ranks."""
         if self._known_inputs:
             (waiting, awaited), position = self._known_inputs
             return position[waiting], position[awaited]
@@ -356,6 +356,6 @@ class ActionTable:
 
 
 def _concatenate_pairs(parts: list[tuple[Positions, Positions]]) -> tuple[Positions, Positions]:
-    """Pairs that came in parts, together."""
+    """Concatenate the pairs of several parts."""
     first, second = zip(*parts, strict=True)
     return np.concatenate(first), np.concatenate(second)

@@ -1,4 +1,4 @@
-"""Which stages a rank will run next, at every step of its row: what decides which parameters it holds."""
+"""Finds the stages that a rank will run next, at every step of its row; they decide which parameters it holds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
 
-#: The stages that come or go before a place in the row.
+#: The stages that enter or leave before a position in the row.
 Changes = dict[int, list[int]]
 
 
 def active_stage_changes(stages: Ints, cells: Ints, limit: int) -> tuple[Changes, Changes]:
-    """The stages that leave and enter the ``limit`` soonest used ones, before each cell of the row.
+    """Return the stages that leave and enter the set of the next ``limit`` stages, before each cell of the row.
 
-    What an overlap runs together counts together: it may exceed the limit by what it holds. O(n) after the stages are
-    numbered.
+    The stages of an overlap enter together, so they may exceed the limit. O(n) once the stages are numbered.
     """
     names, local = np.unique(stages, return_inverse=True)
     scan = jit(_scan) if should_compile(len(stages)) else _scan
@@ -36,7 +35,7 @@ def active_stage_changes(stages: Ints, cells: Ints, limit: int) -> tuple[Changes
 
 
 def _scan(local: Ints, cells: Ints, count: int, limit: int) -> tuple[Ints, Ints, Ints]:
-    """A window over the row, from a cell on as far as the soonest stages reach: both its ends only go forward."""
+    """Slide a window over the row, from a cell to the last of its next stages; both ends only move forward."""
     length = len(local)
     uses = np.zeros(count, np.int64)  # of each stage, within the window
     active = np.zeros(count, np.bool_)

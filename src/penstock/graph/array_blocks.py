@@ -1,4 +1,4 @@
-"""Long arrays in blocks: what is made of a block on the way fits into the caches, and is never asked of the system."""
+"""Processes long arrays in blocks, so that temporary arrays fit into the caches and need no new memory."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-#: How many numbers of 64 bits make a block.
+#: The number of 64-bit numbers in a block.
 SIZE: Final = 1 << 15
-#: Places are numbers of 32 bits.
+#: Positions are 32-bit numbers.
 LONGEST: Final = 2**30
 
 
 def check_length(length: int) -> None:
-    """Refuse more than can be counted here."""
+    """Refuse a schedule with more actions than can be numbered."""
     if length > LONGEST:
-        raise ScheduleError(f"the schedule has {length:,} actions; at most {LONGEST:,} can be proved")
+        raise ScheduleError(f"the schedule has {length:,} actions; at most {LONGEST:,} can be verified")
 
 
 def index_dtype(length: int) -> type[np.int32 | np.int64]:
-    """How to hold the places of an array of this length: in less room if they are many, else as NumPy looks them up."""
+    """Return the type for positions in an array: compact for a long one, otherwise the one that NumPy indexes with."""
     return np.int64 if length <= SIZE // 8 else np.int32
 
 
 def blocks(length: int) -> Sequence[slice]:
-    """An array of this length, block by block; an empty one is one block.
+    """Return the blocks of an array of this length; an empty one has one block.
 
     >>> blocks(SIZE + 1)
     [slice(0, 32768, None), slice(32768, 32769, None)]
@@ -44,12 +44,12 @@ def blocks(length: int) -> Sequence[slice]:
 
 
 def concatenate(parts: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
-    """What was made of the blocks, one after the other; of one block, as it is."""
+    """Concatenate the results for each block; a single one is returned without a copy."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def row_blocks(offsets: Sequence[int]) -> Iterator[slice]:
-    """Rows that lie one after the other, as many at once as fill a block, given where each begins and the last ends.
+    """Yield ranges of consecutive rows that fill a block, given where each row begins and the last ends.
 
     >>> list(whole_rows([0, 20_000, 40_000, 50_000]))
     [slice(0, 2, None), slice(2, 3, None)]

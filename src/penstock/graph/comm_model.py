@@ -1,4 +1,4 @@
-"""How communication behaves: what a transfer waits for besides the two ranks that have posted it."""
+"""Defines how communication behaves: what a transfer waits for after both ranks have posted it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _BOUNDED: Final = re.compile(r"bounded\(([1-9][0-9]{0,8})\)")
 
 @dataclass(frozen=True, slots=True)
 class CommModel:
-    """A communication model: how much is buffered, and which transfers stand in line behind each other.
+    """A communication model: how much is buffered, and which transfers queue behind each other.
 
-    Posting a send or a receive never blocks a rank; the operation waits in its lane, and what needs a receive waits for
-    it.
+    Posting a send or a receive never blocks a rank. The operation queues in its lane, and actions that need a receive
+    wait for it.
 
     >>> CommModel(buffering="bounded(2)", lanes="direction").capacity
     2
 
     Attributes:
         buffering: ``"rendezvous"``: a send ends when its receive does; ``"bounded(k)"``: a send ends as soon as fewer
-            than k messages from its rank to the other are under way; ``"eager"``: a send ends at once.
-        lanes: what an operation stands in line with: all others of its rank (``"rank"``), those with the same peer
-            (``"pair"``), those with the same peer in the same direction (``"direction"``), or none (``"message"``).
+            than k messages from its rank to the other are in flight; ``"eager"``: a send ends at once.
+        lanes: which operations share a lane and so queue behind each other: all of a rank (``"rank"``), those with the
+            same peer (``"pair"``), those with the same peer in the same direction (``"direction"``), or none
+            (``"message"``).
     """
 
     buffering: str = RENDEZVOUS
@@ -40,14 +41,14 @@ class CommModel:
         lanes: object = self.lanes
         if not isinstance(buffering, str) or not (buffering in (RENDEZVOUS, EAGER) or _BOUNDED.fullmatch(buffering)):
             raise ModelError(
-                f"buffering is 'rendezvous', 'bounded(1)', 'bounded(2)', ... or 'eager', not {self.buffering!r}"
+                f"unknown buffering {self.buffering!r}; use 'rendezvous', 'bounded(1)', 'bounded(2)', ... or 'eager'"
             )
         if not isinstance(lanes, str) or lanes not in LANES:
-            raise ModelError(f"lanes are one per {', '.join(LANES)}, not per {self.lanes!r}")
+            raise ModelError(f"unknown lanes {self.lanes!r}; use 'rank', 'pair', 'direction' or 'message'")
 
     @property
     def capacity(self) -> int | None:
-        """How many messages a lane buffers: 0 for rendezvous, None for any number."""
+        """The number of messages that a lane buffers: 0 for rendezvous, None for any number."""
         if self.buffering == RENDEZVOUS:
             return 0
         found = _BOUNDED.fullmatch(self.buffering)
@@ -57,5 +58,5 @@ class CommModel:
         return f"{self.buffering}, a lane per {self.lanes}"
 
 
-#: Every combination worth a row in a table, the harshest first.
+#: Every combination that is shown in tables, the strictest first.
 MODELS: Final = tuple(CommModel(buffering, lanes) for lanes in LANES for buffering in (RENDEZVOUS, "bounded(1)", EAGER))

@@ -1,17 +1,17 @@
-"""What waits for what when a schedule runs under a communication model: nodes, and edges with the reason for each.
+"""Builds the graph of what waits for what when a schedule runs under a communication model.
 
-A node is a cell of the schedule. Under rendezvous a send and its receive are one event, and share the node of the send.
-The edges are
+A node is a cell of the schedule. Under rendezvous a send and its receive are one event and share the node of the send.
+Every edge has a reason:
 
 - *program*: a rank runs its compute and sharding actions one after the other;
 - *post*: a transfer is posted when the rank gets to it, after the action before it;
-- *lane*: an operation stands in line behind the one before it in its lane;
+- *lane*: an operation queues behind the one before it in its lane;
 - *use*: an action needs what a receive brings;
-- *message*: a receive needs what was sent (if the two are not one event);
-- *room*: a send needs room in its lane, which an earlier receive makes (if the lane is bounded);
-- *data*: an action needs what another rank makes (in a schedule without transfers).
+- *message*: a receive needs what was sent (unless the two are one event);
+- *room*: a send needs room in its lane, which an earlier receive frees (if the lane is bounded);
+- *data*: an action needs the output of another rank (in a schedule without transfers).
 
-No edge stands for what another check reports: an action that is missing, or before what it needs on its own rank.
+Mistakes that other checks report have no edges: missing actions, and actions before what they need on the same rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REASONS: Final = ("program", "post", "lane", "use", "message", "room", "data")
 
 
 class Edges(NamedTuple):
-    """Edges with one reason: the places in the leaves of what is awaited and of what waits."""
+    """Edges with the same reason: the positions of the awaited and of the waiting actions."""
 
     reason: str
     awaited: Ints
@@ -57,9 +57,9 @@ class EventGraph:
     Attributes:
         actions: the actions.
         node: the node of every cell.
-        awaited: for every edge the position in ``actions`` of the action that is awaited.
-        waiting: for every edge the place of the action that waits.
-        reason: for every edge the place of its reason in ``REASONS``.
+        awaited: for every edge, the position of the action that is awaited.
+        waiting: for every edge, the position of the action that waits.
+        reason: for every edge, the index of its reason in ``REASONS``.
     """
 
     actions: ActionTable
@@ -81,14 +81,14 @@ class EventGraph:
 
 @dataclass(frozen=True, slots=True)
 class TransferPairs:
-    """The sends and receives that belong together, one pair per place."""
+    """The positions of matching sends and receives."""
 
     send: Ints
     receive: Ints
 
 
 def pair_transfers(actions: ActionTable) -> TransferPairs:
-    """Every send on its own rank whose receive is there too, on another rank."""
+    """Pair every correctly placed send with its receive on another rank; leave out those without one."""
     if not actions.has_transfers:
         return TransferPairs(_NONE, _NONE)
     sends, receives = [], []
@@ -103,7 +103,7 @@ def pair_transfers(actions: ActionTable) -> TransferPairs:
 
 
 def _are_matched(actions: ActionTable, operation: Ints, partner: Ints) -> NDArray[np.bool_]:
-    """Whether the partner is there, and the two are on the ranks that they should be, and not on the same."""
+    """Return whether the partner exists, both are on the ranks of their stages, and the ranks differ."""
     good = (partner != NONE) & (actions.rank[partner] != actions.rank[operation])
     if not actions.all_placed:
         good &= actions.is_placed(operation) & actions.is_placed(partner)
@@ -112,14 +112,14 @@ def _are_matched(actions: ActionTable, operation: Ints, partner: Ints) -> NDArra
 
 @dataclass(frozen=True, slots=True)
 class RankRange:
-    """Some ranks, one after the other: what happens on them, and the edges to it.
+    """A range of consecutive ranks: what happens on them, and the edges to it.
 
     Attributes:
         actions: the actions of all ranks.
-        begin: the place of the first action of these ranks.
-        end: the place behind their last.
-        operation: the sends and receives on these ranks that belong together with one on another.
-        partner: that one, for each of them.
+        begin: the position of the first action of these ranks.
+        end: the position after their last action.
+        operation: the sends and receives on these ranks that match one on another rank.
+        partner: the matching operation of each.
     """
 
     actions: ActionTable
@@ -130,13 +130,13 @@ class RankRange:
 
     @classmethod
     def all_of(cls, actions: ActionTable, pairs: TransferPairs) -> RankRange:
-        """All ranks."""
+        """Return the range of all ranks."""
         operation, partner = np.concatenate([pairs.send, pairs.receive]), np.concatenate([pairs.receive, pairs.send])
         return cls(actions, 0, len(actions), operation, partner)
 
     @classmethod
     def between(cls, actions: ActionTable, begin: int, end: int) -> RankRange:
-        """The ranks whose actions stand between these places."""
+        """Return the range of the ranks whose actions are between these positions."""
         operations, partners = [_NONE], [_NONE]
         for transfer in TRANSFERS:
             send, receive, offset = transfer.send, transfer.receive, transfer.stage_offset * actions.stride
@@ -155,7 +155,7 @@ class RankRange:
         return packed.kind_mask(_SENDS).take(self.actions.kind[self.operation])
 
     def edges(self, model: CommModel) -> Iterator[Edges]:
-        """All edges to what happens on these ranks."""
+        """Yield all edges to what happens on these ranks."""
         yield from _program_edges(self)
         yield from _use_edges(self)
         if self.actions.has_transfers:
@@ -163,7 +163,7 @@ class RankRange:
 
 
 def rank_ranges(actions: ActionTable) -> Iterator[RankRange]:
-    """The ranks of a schedule, as many at once as their actions fill a block."""
+    """Yield ranges of ranks whose actions fill a block."""
     if len(actions) <= blocks.SIZE:
         yield RankRange.all_of(actions, pair_transfers(actions))
         return
@@ -172,7 +172,7 @@ def rank_ranges(actions: ActionTable) -> Iterator[RankRange]:
 
 
 def event_graph(actions: ActionTable, model: CommModel) -> EventGraph:
-    """The graph of a schedule under a model. O(n log n)."""
+    """Build the graph of a schedule under a model. O(n log n)."""
     pairs = pair_transfers(actions)
     node = np.arange(actions.cells, dtype=np.int32)
     if model.capacity == 0:
@@ -190,7 +190,7 @@ def event_graph(actions: ActionTable, model: CommModel) -> EventGraph:
 
 
 def _communication_edges(part: RankRange, model: CommModel) -> Iterator[Edges]:
-    """What the model makes operations wait for."""
+    """Yield the edges that the communication model adds."""
     if model.capacity != 0:
         receives = ~part.sends
         yield Edges("message", part.partner[receives], part.operation[receives])
@@ -202,7 +202,7 @@ def _communication_edges(part: RankRange, model: CommModel) -> Iterator[Edges]:
 
 
 def _program_edges(part: RankRange) -> list[Edges]:
-    """A rank's own actions in a row, and its transfers each behind the action before it."""
+    """Return edges between consecutive actions of a rank, and from an action to the transfers posted after it."""
     actions, operation = part.actions, part.operation
     are_blocking = ~packed.kind_mask(TRANSFER_TYPES).take(actions.kind[part.begin : part.end])
     blocking = are_blocking.nonzero()[0] + part.begin
@@ -218,7 +218,7 @@ def _program_edges(part: RankRange) -> list[Edges]:
 
 
 def _use_edges(part: RankRange) -> Iterator[Edges]:
-    """What needs a receive that stands before it; without any transfer, what needs something of another rank."""
+    """Yield edges from receives to later actions that use them; without transfers, from other ranks' actions."""
     actions = part.actions
     if not actions.has_transfers:
         waiting, awaited = actions.remote_inputs()
@@ -233,7 +233,7 @@ def _use_edges(part: RankRange) -> Iterator[Edges]:
 
 
 def _lanes(part: RankRange, lanes: str) -> Edges:
-    """Every operation behind the one before it in its lane."""
+    """Return edges between consecutive operations of a lane."""
     actions, operation = part.actions, part.operation
     lane = actions.rank[operation]
     if lanes != "rank":
@@ -247,7 +247,7 @@ def _lanes(part: RankRange, lanes: str) -> Edges:
 
 
 def _capacity_edges(part: RankRange, capacity: int) -> Edges:
-    """The n-th send of one rank to another waits for the receive of as many before it as the lane does not hold."""
+    """Return edges from the n-th receive between two ranks to the send that needs its buffer, ``capacity`` later."""
     actions, sends = part.actions, part.sends
     send, receive = part.operation[sends], part.partner[sends]
     channel = actions.rank[send] * actions.schedule.ranks + actions.rank[receive]

@@ -1,4 +1,4 @@
-"""The compiler, loaded when a kernel is first wanted in compiled form."""
+"""Compiles kernels with numba, which is loaded when it is first needed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 @cache
 def jit(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, compiled; kept in a cache on disk, unless there is no place for one that can be written."""
+    """Compile a kernel, with a cache on disk if there is a writable place for it."""
     from numba import njit
 
     try:
         fast: Callable[..., Any] = njit(cache=True)(kernel)
-    except RuntimeError:  # neither the package nor the home directory can be written, as in some containers
+    except RuntimeError:  # neither the package nor the home directory is writable, as in some containers
         fast = njit(kernel)
     return fast

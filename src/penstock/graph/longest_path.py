@@ -1,7 +1,7 @@
-"""The walk through an event graph: the longest path to every node, or which nodes no walk can reach.
+"""Finds the longest path to every node of an event graph, or which nodes cannot be reached.
 
-One algorithm in two forms. The compiled one does ten million edges a second, but loading the compiler takes half a
-second; the plain one is for what is done in that time.
+The algorithm exists twice. The compiled one processes ten million edges per second, but loading the compiler takes half
+a second; the interpreted one is for work that takes less than that.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     AnyInts = NDArray[np.signedinteger[Any]]
 
-#: Edges that are walked plainly, in all, before the compiler is loaded: as long as that takes. Whatever comes after, no
-#: more than twice the time that the better choice would have taken is spent.
+#: The total number of interpreted edges after which the compiler is loaded: they take as long as loading it. So the
+#: total time is never more than twice that of the better choice.
 WORTH_LOADING: Final = 200_000
-#: From so many edges on the compiled walk pays, once it is there.
+#: The number of edges above which calling the compiled walk pays off, once the compiler is loaded.
 WORTH_CALLING: Final = 200
 
 _interpreted_work = [0]
 
-#: The start of a node that waits for itself.
+#: The start of a node on a cycle, or after one.
 UNREACHED: Final = -1
 
 
 def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:
-    """The earliest start of every node if a target starts no sooner than its source plus the weight of the edge.
+    """Return the earliest start of every node if a target starts no sooner than its source plus the edge's weight.
 
-    Nodes on a cycle, or behind one, are ``UNREACHED``. O(nodes + edges).
+    Nodes on a cycle, or after one, are ``UNREACHED``. O(nodes + edges).
     """
     if not should_compile(len(source)):
         return np.array(_interpreted(nodes, source, target, weight), np.int64)
@@ -43,7 +43,7 @@ def longest_path(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
 
 
 def should_compile(work: int) -> bool:
-    """Whether a kernel with so many steps of work should be run compiled."""
+    """Return whether to compile a kernel for this amount of work, in edges."""
     if "numba" in sys.modules:
         return work >= WORTH_CALLING
     _interpreted_work[0] += work
@@ -70,7 +70,7 @@ def _interpreted(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) 
     return [UNREACHED if left else begin for left, begin in zip(missing, start, strict=True)]
 
 
-def _compiled(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:  # noqa: C901 - one pass, to be compiled
+def _compiled(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> Ints:  # noqa: C901 - one pass, compiled
     edges = len(source)
     first = np.zeros(nodes + 1, np.int32)
     missing = np.zeros(nodes, np.int32)
@@ -79,7 +79,7 @@ def _compiled(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> 
         missing[target[edge]] += 1
     for node in range(nodes):
         first[node + 1] += first[node]
-    # What comes after each node, side by side: the walk then reads it in one go.
+    # The successors of each node next to each other, so that the walk reads them sequentially.
     after = np.empty(edges, np.int32)
     length = np.empty(edges, weight.dtype)
     fill = first[:-1].copy()
@@ -95,8 +95,8 @@ def _compiled(nodes: int, source: AnyInts, target: AnyInts, weight: AnyInts) -> 
         if missing[node] == 0:
             ready[end] = node
             end += 1
-    # What became ready last comes next, and of that the end of the first edge. Where that is the next action of a rank,
-    # the walk stays on the rank as long as it can, and what it reads in the caches.
+    # Last in, first out, and of several successors the first one first. That one is the next action of the rank, so the
+    # walk stays on a rank as long as it can, and its data stays in the caches.
     while end > 0:
         end -= 1
         node = ready[end]

@@ -1,4 +1,4 @@
-"""Sorting by several keys at once."""
+"""Sorts by several keys at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.signedinteger[Any]]
 
-#: So many are sorted in no time.
+#: Up to this length, any sort is fast enough.
 _FEW: Final = 1000
-#: How many bits are sorted at a time.
+#: The number of bits that are sorted at a time.
 _DIGIT: Final = 16
 
 
 def order_by(*keys: Ints) -> Ints:
-    """How to sort by the first key, then by the second, and so on; keys are not negative. What is equal stays in order.
+    """Return the stable order by the first key, then by the second, and so on; keys are not negative.
 
-    One number made of all the keys is sorted several times faster than the keys one after the other. What the passes
-    and the graph sort comes as a few runs that are sorted already, and takes the time of their merge: that is linear.
+    All keys combined into one number sort several times faster than one after the other. The passes and the graph sort
+    a few runs that are already sorted, which takes the time of a merge: it is linear.
     """
     sizes = [int(key.max(initial=0)) + 1 for key in keys]
     if sum(size.bit_length() for size in sizes) > 62:
@@ -29,11 +29,11 @@ def order_by(*keys: Ints) -> Ints:
     whole = keys[0].astype(np.int64)
     for key, size in zip(keys[1:], sizes[1:], strict=True):
         whole = whole * size + key
-    return np.argsort(whole, kind="stable")  # the rows mostly come in runs that are sorted already
+    return np.argsort(whole, kind="stable")  # mostly runs that are already sorted
 
 
 def stable_order(key: Ints) -> Ints:
-    """How to sort by a key that is not negative; what is equal stays in order. O(n) for every 16 bits of the key."""
+    """Return the stable order by a non-negative key. O(n) for every 16 bits of the key."""
     if len(key) <= _FEW:
         return key.argsort(kind="stable")
     digits = range(0, int(key.max()).bit_length(), _DIGIT) or (0,)
@@ -44,5 +44,5 @@ def stable_order(key: Ints) -> Ints:
 
 
 def _digit(key: Ints, shift: int) -> NDArray[np.uint16]:
-    """So many bits of the key, from one bit on: numbers that are sorted without comparing any."""
+    """Return 16 bits of the key, starting at a bit; NumPy sorts 16-bit numbers without comparisons."""
     return (key >> shift if shift else key).astype(np.uint16)

@@ -1,6 +1,6 @@
-"""When everything in an event graph starts: sorted once, then walked for any number of durations.
+"""Computes when everything in an event graph starts: sorts it once, then walks it for any number of durations.
 
-Like the walk in ``walk.py`` it is written twice, plainly and for the compiler.
+As in ``longest_path.py``, every kernel exists twice, interpreted and compiled.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     AnyInts = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
-#: Stands for the edge that a node waited for longest, if it waited for none.
+#: The critical edge of a node that waited for nothing.
 NOTHING: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The nodes of a graph such that each comes after all that it waits for, and the edges into each side by side.
+    """The nodes of a graph in topological order, and the edges into each node next to each other.
 
     Attributes:
         nodes: the nodes in order.
-        first: for each place in ``nodes`` where its edges begin in the next two, and at last where they end.
+        first: for each index in ``nodes``, where its edges begin in the next two arrays, and finally where they end.
         source: the node that each edge comes from.
-        edge: the number of each edge, as it was given.
+        edge: the original index of each edge.
     """
 
     nodes: Ints
@@ -42,24 +42,24 @@ class Order:
 
 
 def topological_order(nodes: int, source: AnyInts, target: AnyInts) -> Order | None:
-    """Sort a graph; None if it has a cycle. O(nodes + edges)."""
+    """Sort a graph; return None if it has a cycle. O(nodes + edges)."""
     sort = jit(_sort) if should_compile(len(source)) else _sort_interpreted
     reached, *arrays = sort(nodes, np.asarray(source, np.int32), np.asarray(target, np.int32))
     return Order(*arrays) if reached == nodes else None
 
 
 def start_times(order: Order, duration: Floats, delay: Floats, release: Floats) -> tuple[Floats, Ints]:
-    """When each node starts, as soon as it can, and the edge that it waited for longest.
+    """Return the earliest start of each node, and its critical edge: the one that it waited for longest.
 
-    A node starts when all that it waits for has ended, each the delay of its edge ago, and not before its own release.
-    Of several that it waited for equally long the first edge counts. O(nodes + edges).
+    A node starts once every source has ended and the delay of the edge has passed, but not before its own release.
+    Of several edges that end at the same time, the first one counts. O(nodes + edges).
     """
     walk = jit(_walk) if should_compile(len(order.source)) else _walk_interpreted
     start, critical = walk(order.nodes, order.first, order.source, order.edge, duration, delay, release)
     return start, critical
 
 
-def _sort(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints, Ints]:  # noqa: C901 - to be compiled
+def _sort(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints, Ints]:  # noqa: C901 - compiled
     edges = len(source)
     after_first = np.zeros(nodes + 1, np.int32)
     missing = np.zeros(nodes, np.int32)
@@ -106,7 +106,7 @@ def _sort(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints
 
 
 def _sort_interpreted(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints, Ints]:
-    """The same over lists, which are faster than arrays where nothing is compiled."""
+    """Do the same with lists, which are faster than arrays in interpreted code."""
     after: list[list[int]] = [[] for _ in range(nodes)]
     for node, other in zip(source.tolist(), target.tolist(), strict=True):
         after[node].append(other)
@@ -145,7 +145,7 @@ def _walk(
 def _walk_interpreted(
     nodes: Ints, first: Ints, source: Ints, edge: Ints, duration: Floats, delay: Floats, release: Floats
 ) -> tuple[Floats, Ints]:
-    """The same over lists, which are faster than arrays where nothing is compiled."""
+    """Do the same with lists, which are faster than arrays in interpreted code."""
     start = release.tolist()
     critical = [NOTHING] * len(start)
     bounds, sources, edges = first.tolist(), source.tolist(), edge.tolist()

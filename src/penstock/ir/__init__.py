@@ -1,1 +1,1 @@
-"""What a schedule is: actions, where stages are, what waits for what, and the forms it is written in."""
+"""Defines what a schedule is: its actions, the placement of stages, their dependencies, and the file formats."""

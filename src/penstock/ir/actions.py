@@ -1,7 +1,8 @@
-"""What a rank can do in one step: the twelve kinds of action, and their text form.
+"""Defines what a rank can do in one step: the twelve types of action, and their text form.
 
 An action is written ``[stage][type][microbatch]``: ``2F0`` is the forward of stage 2 on microbatch 0. Sharding
-actions have no microbatch (``2UNSHARD``), and an overlap lists what runs together: ``(2F5;7B3)OVERLAP_F_B``.
+actions have no microbatch (``2UNSHARD``), and an overlap lists the actions that run together:
+``(2F5;7B3)OVERLAP_F_B``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ComputationType(StrEnum):
-    """The kinds of action; the value is what stands in an action's text form."""
+    """The types of action; the value is the type's name in an action's text form."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -33,24 +34,24 @@ class ComputationType(StrEnum):
     OVERLAP_F_B = "OVERLAP_F_B"
     REDUCE_GRAD = "REDUCE_GRAD"
 
-    __hash__ = str.__hash__  # it equals its value, so it is found under its value; and it need not be computed
+    __hash__ = str.__hash__  # a member equals its value and must hash like it; also faster than Enum's
 
     @staticmethod
     def from_str(action: str) -> ComputationType:
-        """The type that is written so.
+        """Return the type with this name.
 
         Raises:
-            ActionError: there is no such type; it is a ``RuntimeError`` too, as PyTorch's is.
+            ActionError: the type is unknown; also a ``RuntimeError``, as in PyTorch.
         """
         try:
             return ComputationType(action)
         except ValueError:
             known = ", ".join(ComputationType)
-            raise _UnknownTypeError(f"{action!r} is not a computation type; there are {known}") from None
+            raise _UnknownTypeError(f"{action!r} is not a computation type; expected one of {known}") from None
 
 
 class _UnknownTypeError(ActionError, RuntimeError):
-    """There is no such computation type."""
+    """The computation type is unknown."""
 
 
 FORWARD: Final = ComputationType.FORWARD
@@ -66,15 +67,15 @@ FULL_BACKWARD: Final = ComputationType.FULL_BACKWARD
 OVERLAP_F_B: Final = ComputationType.OVERLAP_F_B
 REDUCE_GRAD: Final = ComputationType.REDUCE_GRAD
 
-#: Work on one stage and one microbatch: what an overlap may hold.
+#: Work on one stage and one microbatch: what an overlap may contain.
 COMPUTE: Final = frozenset({FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 #: Work on the parameters of a stage: the only types without a microbatch.
 SHARDING: Final = frozenset({UNSHARD, RESHARD, REDUCE_GRAD})
 
-#: Stages and microbatches are numbered from 0 up to this, so that an action fits into 64 bits.
+#: The largest stage or microbatch index, so that an action fits into 64 bits.
 LARGEST_INDEX: Final = 2**28 - 1
 
-#: The stage index of an overlap, which has no stage of its own.
+#: The stage index of an overlap, which has no single stage.
 NO_STAGE: Final = -1
 
 
@@ -105,38 +106,36 @@ class Action(_Fields):
         microbatch_index: SupportsIndex | None = None,
         sub_actions: tuple[Action, ...] | None = None,
     ) -> Self:
-        """Check that the fields go together; ``ActionError`` says which do not."""
+        """Check that the fields are consistent, or raise ``ActionError``."""
         kind = ComputationType.from_str(computation_type)
         if kind is OVERLAP_F_B:
             if microbatch_index is not None:
-                raise ActionError(f"an overlap has no microbatch of its own: microbatch_index={microbatch_index!r}")
+                raise ActionError(f"an overlap takes no microbatch_index, got {microbatch_index!r}")
             return super().__new__(cls, NO_STAGE, kind, None, _checked_overlap(stage_index, sub_actions))
         if sub_actions is not None:
-            raise ActionError(f"a {kind} action has no sub_actions, only {OVERLAP_F_B} has: {sub_actions!r}")
+            raise ActionError(f"only {OVERLAP_F_B} takes sub_actions; a {kind} action got {sub_actions!r}")
         stage = _checked_index("stage_index", stage_index)
         if kind in SHARDING:
             if microbatch_index is not None:
-                raise ActionError(
-                    f"{kind} belongs to a stage, not to microbatch {microbatch_index!r}; write '{stage}{kind}'"
-                )
+                raise ActionError(f"{kind} takes no microbatch, got {microbatch_index!r}; write '{stage}{kind}'")
             return super().__new__(cls, stage, kind, None, None)
         if microbatch_index is None:
-            raise ActionError(f"the type {kind} needs a microbatch; write e.g. '{stage}{kind}0'")
+            raise ActionError(f"{kind} needs a microbatch; write e.g. '{stage}{kind}0'")
         return super().__new__(cls, stage, kind, _checked_index("microbatch_index", microbatch_index), None)
 
     @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # typeshed names cls otherwise
-        """Named tuples build from an iterable here, and ``_replace`` uses it: checked as well."""
+    def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # typeshed names cls differently
+        """Build from an iterable, with the same checks; ``_replace`` uses this too."""
         return cls(*iterable)
 
     @classmethod
     def overlap(cls, *sub_actions: Action) -> Self:
-        """The action that runs these compute actions together."""
+        """Return the action that runs these compute actions together."""
         return cls(NO_STAGE, OVERLAP_F_B, None, sub_actions)
 
     @classmethod
     def from_str(cls, text: str) -> Self:
-        """The inverse of ``str(action)``; spaces around it are allowed, anything else is an error.
+        """Parse the text form, the inverse of ``str(action)``; surrounding spaces are allowed.
 
         >>> Action.from_str(" 2F0 ")
         2F0
@@ -146,10 +145,10 @@ class Action(_Fields):
         penstock.errors.ScheduleSyntaxError: '2F0garbage' is not an action; write e.g. '2F0' or '3SEND_F1'
         """
         if not isinstance(text, str):
-            raise ScheduleSyntaxError(f"an action is written as text, e.g. '2F0', not {text!r}", text=repr(text))
+            raise ScheduleSyntaxError(f"expected the text of an action, e.g. '2F0', got {text!r}", text=repr(text))
         action = parse_cell(text)
         if action is None:
-            raise ScheduleSyntaxError("an empty text is not an action; write e.g. '2F0'", text=text)
+            raise ScheduleSyntaxError("empty text is not an action; write e.g. '2F0'", text=text)
         return cast("Self", action)
 
     @property
@@ -159,7 +158,7 @@ class Action(_Fields):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The actions that run: the sub-actions of an overlap, else the action itself."""
+        """The actions that it runs: the sub-actions of an overlap, otherwise the action itself."""
         return (self,) if self.sub_actions is None else self.sub_actions
 
     @property
@@ -180,20 +179,20 @@ def _checked_index(field: str, value: SupportsIndex) -> int:
     try:
         number = index(value)
     except TypeError:
-        raise ActionError(f"{field} must be a whole number, not {value!r}") from None
+        raise ActionError(f"{field} must be an integer, got {value!r}") from None
     if not 0 <= number <= LARGEST_INDEX:
-        raise ActionError(f"{field} must be from 0 to {LARGEST_INDEX}, not {number}")
+        raise ActionError(f"{field} must be between 0 and {LARGEST_INDEX}, got {number}")
     return number
 
 
 def _checked_overlap(stage_index: SupportsIndex, sub_actions: object) -> tuple[Action, ...]:
     if not isinstance(stage_index, int) or stage_index != NO_STAGE:
-        raise ActionError(f"an overlap has no stage of its own: write {NO_STAGE}, not {stage_index!r}")
+        raise ActionError(f"the stage_index of an overlap must be {NO_STAGE}, got {stage_index!r}")
     if not isinstance(sub_actions, tuple) or len(sub_actions) < 2:
-        raise ActionError(f"an overlap needs a tuple of two or more sub_actions, not {sub_actions!r}")
+        raise ActionError(f"an overlap needs a tuple of two or more sub_actions, got {sub_actions!r}")
     for action in sub_actions:
         if not isinstance(action, Action) or action.computation_type not in COMPUTE:
-            raise ActionError(f"an overlap is made of F, B, I and W actions, not of {action!r}")
+            raise ActionError(f"an overlap can only contain F, B, I and W actions, got {action!r}")
     return sub_actions
 
 
@@ -204,15 +203,15 @@ _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def parse_cell(text: str, *, row: int | None = None, cell: int | None = None) -> Action | None:
-    """The action that a cell holds, or None if it is empty: an idle step.
+    """Parse a cell; return None if it is empty, which is an idle step.
 
     >>> parse_cell("2UNSHARD"), parse_cell("  ")
     (2UNSHARD, None)
 
     Args:
-        text: what stands there.
-        row: where it stands, for the error.
-        cell: the same.
+        text: the content of the cell.
+        row: the number of the row, for error messages.
+        cell: the number of the cell in the row, for error messages.
     """
     content = text.strip(" \t")
     if not content:
@@ -229,13 +228,13 @@ def parse_cell(text: str, *, row: int | None = None, cell: int | None = None) ->
 
 
 def _hint(content: str) -> str:
-    """A right form that is close to what was written."""
+    """Suggest a valid form close to what was written."""
     if content in (".", "-", "..", "None"):
-        return "'2F0', and leave the cell of an idle step empty"
+        return "'2F0', and leave the cell empty for an idle step"
     if content.startswith("(") or "OVERLAP" in content:
         return "'(2F5;7B3)OVERLAP_F_B'"
     if ";" in content or "\t" in content:
-        return "'2F0', and put commas between cells"
+        return "'2F0', and separate cells with commas"
     if content != content.upper() and _ACTION.fullmatch(content.upper()):
         return f"'{content.upper()}'"
     return "'2F0' or '3SEND_F1'"
@@ -253,8 +252,8 @@ def _matched(content: str) -> Action | None:
 
 
 def _parsed_index(digits: str) -> int:
-    if len(digits) > len(str(LARGEST_INDEX)):  # int() itself refuses thousands of digits, in other words
-        raise ActionError(f"stages and microbatches are numbered from 0 to {LARGEST_INDEX}")
+    if len(digits) > len(str(LARGEST_INDEX)):  # int() rejects thousands of digits with a different error
+        raise ActionError(f"stage and microbatch numbers go from 0 to {LARGEST_INDEX}")
     return int(digits)
 
 

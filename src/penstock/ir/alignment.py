@@ -1,4 +1,4 @@
-"""In which step every action could run if each took one: what makes a picture of a schedule readable."""
+"""Computes the earliest step of every action if each took one step: what makes a drawn schedule readable."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def unit_steps(schedule: Schedule) -> list[list[int | None]]:
-    """The earliest step of every cell of every rank, each action taking one step; None for an idle cell.
+    """Return the earliest step of every cell of every rank, each action taking one step; None for an idle cell.
 
     O(number of actions): a rank runs until it has to wait, and is woken by the action that it waits for.
 
     Raises:
-        ScheduleError: some rank would wait for ever, or the schedule is lowered.
+        ScheduleError: some rank would wait forever, or the schedule is lowered.
     """
     if schedule.lowered:
         raise ScheduleError("only a compute-only schedule can be aligned; draw this one with aligned=False")
@@ -26,7 +26,7 @@ def unit_steps(schedule: Schedule) -> list[list[int | None]]:
 
 
 class _Walk:
-    """One run through a schedule."""
+    """Runs through a schedule once."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.rows = schedule.actions[:]
@@ -46,7 +46,7 @@ class _Walk:
         return self.columns
 
     def _advance(self, rank: int) -> list[int]:
-        """Run this rank until it must wait; the ranks that it woke."""
+        """Run this rank until it must wait; return the ranks that it woke."""
         woken: list[int] = []
         row, columns = self.rows[rank], self.columns[rank]
         while len(columns) < len(row):
@@ -78,4 +78,4 @@ class _Walk:
             for providers in needs(cell, self.stages)
             if not any(one in self.ended for one in providers)
         ]
-        return f"rank {rank} waits for ever at step {step}: {cell} needs {', '.join(missing)}"
+        return f"rank {rank} waits forever at step {step}: {cell} needs {', '.join(missing)}"

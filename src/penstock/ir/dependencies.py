@@ -1,4 +1,4 @@
-"""What an action waits for. The only copy of this rule: everything that asks for an order asks here."""
+"""Defines what an action waits for: the only copy of this rule, used by everything that depends on order."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class Need(NamedTuple):
-    """One thing that an action waits for, on the same microbatch.
+    """One input that an action waits for, on the same microbatch.
 
     Attributes:
-        stage_offset: the stage it comes from, relative to the action's own.
-        any_of: the types of action that provide it; any one of them will do.
+        stage_offset: the stage it comes from, relative to the stage of the action.
+        any_of: the types of action that provide it; any one of them is enough.
     """
 
     stage_offset: int
@@ -52,14 +52,14 @@ NEEDS: Final[Mapping[ComputationType, tuple[Need, ...]]] = MappingProxyType(
 
 
 class Transfer(NamedTuple):
-    """How what a stage makes gets to a neighbouring stage on another rank.
+    """How the output of a stage gets to a neighbouring stage on another rank.
 
     Attributes:
-        send: the action of the stage that made it.
-        receive: the action of the stage that needs it.
+        send: the type of the send, on the stage that produces the tensor.
+        receive: the type of the receive, on the stage that consumes it.
         stage_offset: the receiving stage, relative to the sending one.
-        made_by: the types of action that make it; any one of them.
-        needed_by: the types of action that need it; any one of them.
+        made_by: the types of action that produce it; any one of them.
+        needed_by: the types of action that consume it; any one of them.
     """
 
     send: ComputationType
@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
     needed_by: tuple[ComputationType, ...]
 
 
-#: Activations go to the next stage, gradients to the one before.
+#: Activations go to the next stage, gradients to the previous one.
 TRANSFERS: Final = (
     Transfer(SEND_F, RECV_F, +1, _ACTIVATION.any_of, (FORWARD,)),
     Transfer(SEND_B, RECV_B, -1, _GRADIENT.any_of, (FULL_BACKWARD, BACKWARD_INPUT)),
@@ -80,20 +80,20 @@ TRANSFER_TYPES: Final = tuple(kind for transfer in TRANSFERS for kind in (transf
 
 
 def needs(action: Action, stages: int) -> list[tuple[Action, ...]]:
-    """What a compute action waits for in a pipeline of so many stages: one of each tuple.
+    """Return what a compute action waits for in a pipeline of ``stages`` stages: one action of each tuple.
 
     >>> needs(Action.from_str("2B0"), stages=4)
     [(2F0,), (3B0, 3I0)]
     >>> needs(Action.from_str("3I0"), stages=4)
     [(3F0,)]
 
-    An overlap waits for what its sub-actions wait for; they run at once, so none can wait for another.
+    An overlap waits for everything that its sub-actions wait for; they run together, so none can wait for another.
 
     >>> needs(Action.from_str("(1F5;2B3)OVERLAP_F_B"), stages=4)
     [(0F5,), (2F3,), (3B3, 3I3)]
     """
     return [
-        # Not checked again: the fields are those of an action, and this runs for every one of a schedule.
+        # Without the checks of the constructor: the fields come from an action, and this runs for all of a schedule.
         tuple(
             tuple.__new__(Action, (part.stage_index + need.stage_offset, kind, part.microbatch_index, None))
             for kind in need.any_of

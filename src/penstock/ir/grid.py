@@ -1,4 +1,4 @@
-"""A schedule as a grid of text, a line per rank and a column per step; drawn here and read back here."""
+"""Draws a schedule as a text grid, with a line per rank and a column per step, and reads it back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 IDLE: Final = "."
 
-#: A step of a rank to point at, as (rank, step).
+#: A cell to point at, as (rank, step).
 Mark: TypeAlias = tuple[int, int]
 
-#: A line of a drawing: the cell in each of its columns.
+#: A line of a drawing: the cell in each column.
 Line: TypeAlias = dict[int, Action | None]
 
 
@@ -35,11 +35,11 @@ def draw(
     steps: range | None = None,
     width: int | None = None,
 ) -> str:
-    """The grid as text; see ``Schedule.grid``. With a width it is folded into blocks of steps, one below the other."""
+    """Draw the grid; see ``Schedule.grid``. With a width it is folded into blocks of steps, one below the other."""
     marks = _marks(mark)
     shown = range(schedule.ranks) if ranks is None else ranks
     if unknown := [rank for rank in (*shown, *marks) if rank not in range(schedule.ranks)]:
-        raise ScheduleError(f"there is no rank {unknown[0]} to draw; the ranks are 0 to {schedule.ranks - 1}")
+        raise ScheduleError(f"cannot draw rank {unknown[0]}; the ranks are 0 to {schedule.ranks - 1}")
     columns = cell_columns(schedule, aligned=aligned, marked=bool(marks))
     lines = {rank: line(schedule, rank, columns, steps) for rank in shown}
     window = sorted({column for cells in lines.values() for column in cells})
@@ -55,7 +55,7 @@ def draw(
 
 
 def cuts(widths: Sequence[int], width: int | None, label: int) -> Iterator[tuple[int, int]]:
-    """Where to cut so that each block fits, with a label and a space before every cell; one too wide stands alone."""
+    """Yield where to cut so that each block fits, counting a label and a space before every cell."""
     start, used = 0, label
     for step, cell in enumerate(widths):
         if width is not None and step > start and used + cell + 1 > width:
@@ -73,7 +73,7 @@ def _block(
     label: int,
     widths: Mapping[int, int],
 ) -> str:
-    """The columns that have a width here, of all ranks, with a line under each rank that has something to point at."""
+    """Draw the columns in ``widths`` for all ranks, with a line of pointers under each rank that has marks."""
     drawn = [_joined("step", label, {column: str(column) for column in widths}, widths)]
     for rank, cells in lines.items():
         texts = {column: cell_text(cells[column]) for column in widths if column in cells}
@@ -87,7 +87,7 @@ def _block(
 def cell_columns(
     schedule: Schedule, *, aligned: bool | None = None, marked: bool = False
 ) -> list[list[int | None]] | None:
-    """The column of every cell of every rank if it is drawn aligned: None for an idle step; None for all as written."""
+    """Return the column of every cell of every rank, None for an idle step; or None to draw the rows as written."""
     if aligned is False:
         return None
     if aligned is None and (marked or schedule.lowered or packed.IDLE in schedule.codes):
@@ -103,7 +103,7 @@ def cell_columns(
 def line(
     schedule: Schedule, rank: int, columns: list[list[int | None]] | None = None, steps: range | None = None
 ) -> Line:
-    """The cells of a rank by column, with idle steps where the rank waits; only these steps, if given."""
+    """Return the cells of a rank by column, with idle steps where it waits; only these steps, if given."""
     if columns is None:
         return _as_written(schedule.codes_of(rank), steps)
     cells: Line = {}
@@ -115,7 +115,7 @@ def line(
 
 
 def _as_written(codes: Codes, steps: range | None) -> Line:
-    """Only what is shown is unpacked: a schedule may have a million actions."""
+    """Unpack only what is shown: a schedule may have a million actions."""
     starts = packed.cell_starts(codes)
     first, last = (0, len(starts)) if steps is None else (max(0, steps.start), min(len(starts), steps.stop))
     if first >= last:
@@ -129,7 +129,7 @@ def _column(columns: Sequence[int | None], step: int) -> int | None:
 
 
 def cell_text(cell: Action | None) -> str:
-    """What stands in a cell."""
+    """Return the text of a cell."""
     return IDLE if cell is None else str(cell)
 
 
@@ -144,7 +144,7 @@ def _joined(label: str, label_width: int, texts: Mapping[int, str], widths: Mapp
 
 
 def _marks(mark: Mark | Sequence[Mark] | None) -> dict[int, list[int]]:
-    """The marked steps of each rank."""
+    """Group the marked steps by rank."""
     several = (mark,) if mark and not isinstance(mark[0], tuple) else mark or ()
     marks: dict[int, list[int]] = {}
     for rank, step in cast("Sequence[Mark]", several):
@@ -156,12 +156,12 @@ def _marks(mark: Mark | Sequence[Mark] | None) -> dict[int, list[int]]:
 def _pointed(
     rank: int, steps: Iterable[int], columns: list[list[int | None]] | None, widths: Mapping[int, int]
 ) -> dict[int, str]:
-    """What points at some steps of a rank, by column."""
+    """Return the pointers at some steps of a rank, by column."""
     arrows = {}
     for step in steps:
         column = step if columns is None else _column(columns[rank], step)
         if column is None or column not in widths:
-            raise ScheduleError(f"there is no step {step} of rank {rank} in this grid to mark")
+            raise ScheduleError(f"cannot mark step {step} of rank {rank}: it is not in this grid")
         arrows[column] = "^" * widths[column]
     return arrows
 
@@ -171,13 +171,13 @@ _HEADER: Final = re.compile(r"steps?\b[ \t0-9:]*", re.IGNORECASE)
 
 
 def cells_from_text(text: str) -> list[list[Action | None]]:
-    r"""The rows of a grid, in the order of their ranks; the inverse of a drawing as written.
+    r"""Parse the rows of a grid, in rank order; the inverse of drawing it as written.
 
     >>> cells_from_text("rank 1: . 1F0\nrank 0: 0F0 .")
     [[0F0, None], [None, 1F0]]
     """
     if not isinstance(text, str):
-        raise ScheduleSyntaxError(f"a grid is text, not {text!r}", text=repr(text))
+        raise ScheduleSyntaxError(f"a grid must be text, got {text!r}", text=repr(text))
     rows: dict[int, list[Action | None]] = {}
     labels: set[bool] = set()
     for number, content in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
@@ -188,16 +188,16 @@ def cells_from_text(text: str) -> list[list[Action | None]]:
         labels.add(label is not None)
         if len(labels) > 1:
             raise ScheduleSyntaxError(
-                "either every row begins with its rank, as in 'rank 0: 0F0 0B0', or none does",
+                "label every row with its rank, as in 'rank 0: 0F0 0B0', or none",
                 text=content,
                 row=number,
             )
         rank = int(label.group(1)) if label else len(rows)
         if rank in rows:
-            raise ScheduleSyntaxError(f"rank {rank} has a row already", text=content, row=number)
+            raise ScheduleSyntaxError(f"duplicate row for rank {rank}", text=content, row=number)
         rows[rank] = _cells(row[label.end() :] if label else row, number)
     if not rows:
-        raise ScheduleSyntaxError("there is no row; write e.g. 'rank 0: 0F0 0B0'", text=text[:80])
+        raise ScheduleSyntaxError("no rows found; write e.g. 'rank 0: 0F0 0B0'", text=text[:80])
     return _in_order(rows)
 
 
@@ -206,7 +206,7 @@ def _cells(row: str, number: int) -> list[Action | None]:
     for position, text in enumerate(re.findall(r"[^ \t]+", row), start=1):
         if position == 1 and text.lower().startswith("rank"):
             raise ScheduleSyntaxError(
-                f"{text!r} is not the label of a row; write e.g. 'rank 0: 0F0 0B0'", text=row, row=number, cell=1
+                f"{text!r} is not a row label; write e.g. 'rank 0: 0F0 0B0'", text=row, row=number, cell=1
             )
         cells.append(None if text == IDLE else parse_cell(text, row=number, cell=position))
     return cells
@@ -215,5 +215,5 @@ def _cells(row: str, number: int) -> list[Action | None]:
 def _in_order(rows: Mapping[int, list[Action | None]]) -> list[list[Action | None]]:
     for rank in range(len(rows)):
         if rank not in rows:
-            raise ScheduleSyntaxError(f"there are {len(rows)} rows, but none for rank {rank}", text="")
+            raise ScheduleSyntaxError(f"there are {len(rows)} rows, but rank {rank} has none", text="")
     return [rows[rank] for rank in range(len(rows))]

@@ -1,4 +1,4 @@
-"""Whole numbers from users: checked, and made plain ones, whatever kind of integer they came as."""
+"""Checks integers from users, of whatever integer type, and converts them to ``int``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.errors import SizeError
 
 
 def whole_number(field: str, value: SupportsIndex, *, least: int = 0, most: int | None = None) -> int:
-    """The value as an ``int``, if it is a whole number from ``least`` to ``most``.
+    """Return the value as an ``int`` if it is an integer between ``least`` and ``most``.
 
     Raises:
         SizeError: names the field and the value.
@@ -19,9 +19,9 @@ def whole_number(field: str, value: SupportsIndex, *, least: int = 0, most: int 
             raise TypeError
         number = index(value)
     except TypeError:
-        raise SizeError(f"{field} must be a whole number, not {value!r}", field=field, value=value) from None
+        raise SizeError(f"{field} must be an integer, got {value!r}", field=field, value=value) from None
     if number < least:
-        raise SizeError(f"{field} must be at least {least}, not {number}", field=field, value=value)
+        raise SizeError(f"{field} must be at least {least}, got {number}", field=field, value=value)
     if most is not None and number > most:
-        raise SizeError(f"{field} must be at most {most}, not {number}", field=field, value=value)
+        raise SizeError(f"{field} must be at most {most}, got {number}", field=field, value=value)
     return number

@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Defines which rank holds which stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_STAGES: Final = 10**7
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Stage to rank and back.
+    """Maps stages to ranks and back.
 
     >>> Placement.loop(ranks=2, stages=4)
     Placement(rank_of=(0, 1, 0, 1), ranks=2)
@@ -30,7 +30,7 @@ class Placement:
 
     Attributes:
         rank_of: the rank of each stage.
-        ranks: how many ranks there are; a rank may hold no stage.
+        ranks: the number of ranks; a rank may hold no stage.
     """
 
     rank_of: tuple[int, ...]
@@ -40,38 +40,40 @@ class Placement:
         object.__setattr__(self, "ranks", whole_number("ranks", self.ranks, least=1))
         given: object = self.rank_of
         if not isinstance(given, Iterable):
-            raise PlacementError(f"rank_of is the rank of each stage, e.g. (0, 1, 1, 0), not {given!r}")
+            raise PlacementError(f"rank_of must list the rank of each stage, e.g. (0, 1, 1, 0), got {given!r}")
         object.__setattr__(self, "rank_of", tuple(map(_plain, given)))
         for stage, rank in enumerate(self.rank_of):
             if not 0 <= rank < self.ranks:
                 raise PlacementError(
-                    f"stage {stage} is on rank {rank}, but the ranks are 0 to {self.ranks - 1}", stage=stage
+                    f"stage {stage} is placed on rank {rank}, but the ranks are 0 to {self.ranks - 1}", stage=stage
                 )
 
     @classmethod
     def loop(cls, ranks: int, stages: int) -> Placement:
-        """Stage i on rank i mod ranks."""
+        """Place stage i on rank i mod ``ranks``."""
         ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages, most=MOST_STAGES)
         return cls(tuple(stage % ranks for stage in range(stages)), ranks)
 
     @classmethod
     def v(cls, ranks: int, stages: int) -> Placement:
-        """Down the ranks and up again: neighbours at a turn share a rank."""
+        """Place stages down the ranks and up again, so that neighbours at a turn share a rank."""
         ranks, stages = whole_number("ranks", ranks, least=1), whole_number("stages", stages, most=MOST_STAGES)
         there_and_back = (*range(ranks), *reversed(range(ranks)))
         return cls(tuple(there_and_back[stage % (2 * ranks)] for stage in range(stages)), ranks)
 
     @classmethod
     def from_mapping(cls, rank_of: Mapping[int, int], ranks: int | None = None) -> Placement:
-        """From stage -> rank. Without ``ranks`` the last rank is the highest that the mapping names."""
+        """Build from a mapping of stage to rank. Without ``ranks``, the highest rank in the mapping is the last."""
         if (gap := first_gap(rank_of)) is not None:
-            raise PlacementError(f"stages are numbered from 0 without a gap, but no rank holds stage {gap}", stage=gap)
+            raise PlacementError(
+                f"stages must be numbered from 0 without gaps, but no rank holds stage {gap}", stage=gap
+            )
         count = max(map(_plain, rank_of.values()), default=-1) + 1 if ranks is None else ranks
         return cls(tuple(rank_of[stage] for stage in range(len(rank_of))), count)
 
     @classmethod
     def from_rows(cls, stages_of: Sequence[Iterable[int]]) -> Placement:
-        """From the stages of each rank, in any order."""
+        """Build from the stages of each rank, in any order."""
         mapping: dict[int, int] = {}
         for rank, stages in enumerate(stages_of):
             for stage in stages:
@@ -82,7 +84,7 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.rank_of)
 
     @property
@@ -94,22 +96,22 @@ class Placement:
         return tuple(map(tuple, rows))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages on a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         rank = range(self.ranks)[rank]
         return tuple(stage for stage, home in enumerate(self.rank_of) if home == rank)
 
 
 def first_gap(numbers: Collection[int]) -> int | None:
-    """The first number that is missing among the distinct numbers 0, 1, 2, ...; None if none is.
+    """Return the first number missing from 0, 1, 2, ...; None if distinct ``numbers`` have no gap.
 
-    O(n) in how many there are, however large one of them is.
+    O(n) in how many numbers there are, however large they are.
     """
     return next((number for number in range(len(numbers)) if number not in numbers), None)
 
 
 def _plain(number: SupportsIndex) -> int:
-    """A stage or a rank as an ``int``; whether it exists is for others to say."""
+    """Convert a stage or a rank to ``int``; whether it exists is checked elsewhere."""
     try:
         return index(number)
     except TypeError:
-        raise PlacementError(f"stages and ranks are whole numbers, not {number!r}") from None
+        raise PlacementError(f"stages and ranks must be integers, got {number!r}") from None

@@ -1,4 +1,4 @@
-"""A schedule: what every rank does, in order. A value, like a tuple."""
+"""Defines ``Schedule``: what every rank does, in order. An immutable value, like a tuple."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
     from penstock.ir.packed import Codes
 
-#: What may stand in a row: an action, its text form, or None for an idle step.
+#: A cell of a row: an action, its text form, or None for an idle step.
 Cell: TypeAlias = Action | str | None
 Row: TypeAlias = tuple[Action | None, ...]
 
 
 class Schedule:
-    """The actions of every rank, where the stages are, and how many microbatches there are.
+    """The actions of every rank, the placement of the stages, and the number of microbatches.
 
-    Made from a row per rank (a list, or a dict from rank to row), whose cells are actions or their text:
+    Built from a row per rank (a list, or a dict from rank to row), whose cells are actions or their text:
 
     >>> schedule = Schedule({0: ["0F0", "0F1", None, "0B0", "0B1"], 1: [None, "1F0", "1B0", "1F1", "1B1"]})
     >>> schedule.ranks, schedule.stages, schedule.microbatches
@@ -45,10 +45,10 @@ class Schedule:
     rank 0 0F0 0F1 .   0B0 0B1
     rank 1 .   1F0 1B0 1F1 1B1
 
-    Placement and number of microbatches are read off the actions unless given. If given, they are taken as what is
-    meant, and actions that disagree with them are left for the verifier to point out.
+    The placement and the number of microbatches are inferred from the actions unless given. If given, they are taken
+    as intended, and actions that contradict them are reported by the verifier.
 
-    It is immutable; equality and hash go by content, and the metadata (a name, how it was made) is not content.
+    It is immutable. Equality and hash depend on the content, which does not include the metadata (such as a name).
     """
 
     __slots__ = ("_codes", "_hash", "_metadata", "_microbatches", "_offsets", "_placement", "_rows")
@@ -81,10 +81,10 @@ class Schedule:
         microbatches: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """Read a grid: a line per rank, cells apart by spaces, ``.`` for an idle step.
+        """Read a grid: a line per rank, cells separated by spaces, ``.`` for an idle step.
 
-        Lines may begin with ``rank 0`` or ``rank 0:``, in any order then; a line of step numbers is skipped, so what
-        ``schedule.grid(aligned=False)`` draws can be read again.
+        Lines may begin with ``rank 0`` or ``rank 0:``, and then come in any order. A line of step numbers is skipped,
+        so the output of ``schedule.grid(aligned=False)`` can be read back.
 
         >>> Schedule.from_text('''
         ...     rank 0: 0F0 .   .   0B0
@@ -104,7 +104,7 @@ class Schedule:
         microbatches: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Schedule:
-        """From packed actions (see ``ir/packed.py``), a row per rank: the way of generators and passes."""
+        """Build from packed actions (see ``ir/packed.py``), a row per rank; for generators and passes."""
         schedule = cls.__new__(cls)
         schedule._fill(rows, placement, microbatches, metadata)
         if not packed.is_wellformed(schedule.codes, schedule.offsets):
@@ -112,7 +112,7 @@ class Schedule:
         return schedule
 
     def with_codes(self, codes: Codes, offsets: NDArray[np.int64]) -> Schedule:
-        """The same schedule with other actions, packed, whose ranks begin at the offsets: the way of passes."""
+        """Replace the packed actions, whose ranks begin at the offsets; for passes."""
         if not packed.is_wellformed(codes, offsets):
             raise ScheduleError("the codes are not those of actions")
         other = type(self).__new__(type(self))
@@ -133,11 +133,11 @@ class Schedule:
         metadata: Mapping[str, Any] | None,
     ) -> None:
         if not rows:
-            raise ScheduleError("a schedule needs at least one rank, and there are no rows")
+            raise ScheduleError("a schedule needs at least one rank, but there are no rows")
         if placement is not None and not isinstance(placement, Placement):
-            raise PlacementError(f"placement must be a Placement, not {placement!r}")
+            raise PlacementError(f"placement must be a Placement, got {placement!r}")
         if metadata is not None and not isinstance(metadata, Mapping):
-            raise ScheduleError(f"metadata must be a mapping, not {metadata!r}")
+            raise ScheduleError(f"metadata must be a mapping, got {metadata!r}")
         if placement is not None and placement.ranks != len(rows):
             raise PlacementError(f"the placement is for {placement.ranks} ranks, but there are {len(rows)} rows")
         codes = _frozen(np.concatenate(rows, dtype=np.int64))
@@ -155,17 +155,17 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self._offsets) - 1
 
     @property
     def stages(self) -> int:
-        """How many stages there are, on all ranks together."""
+        """The number of stages, on all ranks together."""
         return self._placement.stages
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches one step of training has."""
+        """The number of microbatches in a training step."""
         return self._microbatches
 
     @property
@@ -175,12 +175,12 @@ class Schedule:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What is known of it besides its content, e.g. its name; kept in JSON files."""
+        """Additional information, e.g. its name; kept in JSON files."""
         return self._metadata
 
     @property
     def actions(self) -> Sequence[Row]:
-        """The row of each rank: actions, and None for idle steps. A rank's row is made when it is looked at."""
+        """The row of each rank: actions, and None for idle steps. Rows are unpacked on first access."""
         return _Rows(self)
 
     @property
@@ -190,12 +190,12 @@ class Schedule:
 
     @property
     def compute_only(self) -> bool:
-        """Whether it holds nothing but forwards, backwards, overlaps and idle steps."""
+        """Whether it contains only forwards, backwards, overlaps and idle steps."""
         return bool(packed.is_compute_or_idle(self._codes).all())
 
     @property
     def lowered(self) -> bool:
-        """Whether it says when to send, receive, shard or reduce: the opposite of ``compute_only``."""
+        """Whether it contains sends, receives, sharding or reductions: the opposite of ``compute_only``."""
         return not self.compute_only
 
     @property
@@ -205,11 +205,11 @@ class Schedule:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Where each rank begins in ``codes``, and at last where they end; read-only."""
+        """Where each rank begins in ``codes``, and finally where the last one ends; read-only."""
         return self._offsets
 
     def codes_of(self, rank: int) -> Codes:
-        """The packed actions of one rank; read-only."""
+        """Return the packed actions of one rank; read-only."""
         number = range(self.ranks)[rank]
         return self._codes[self._offsets[number] : self._offsets[number + 1]]
 
@@ -225,25 +225,25 @@ class Schedule:
         """Draw it as text: a line per rank, a column per step.
 
         Args:
-            aligned: True gives every action the column of the earliest step at which it could run if each took one
-                step, with ``.`` where its rank waits; False draws the rows cell by cell, as written. By default a
-                compute-only schedule without idle steps of its own is aligned, unless a step is marked.
-            mark: the (rank, step) to point at, or several; the step counts the rank's cells from 0.
-            message: what to write at the mark.
+            aligned: True draws every action in the column of the earliest step at which it could run if each took
+                one step, with ``.`` where its rank waits; False draws the rows cell by cell, as written. By default,
+                a compute-only schedule without idle steps is aligned, unless a step is marked.
+            mark: the (rank, step) to point at, or several; steps count the cells of the rank from 0.
+            message: the text to write at the mark.
             ranks: draw only these ranks.
             steps: draw only these columns.
         """
         return grid.draw(self, aligned=aligned, mark=mark, message=message, ranks=ranks, steps=steps)
 
     def write(self, path: str | Path) -> None:
-        """Write it to a file; the suffix says how: ``.csv``, ``.json`` or ``.txt``. All of it or nothing."""
-        from penstock.ir import formats  # formats make schedules: they stand above this module
+        """Write it to a ``.csv``, ``.json`` or ``.txt`` file, completely or not at all."""
+        from penstock.ir import formats  # formats build schedules, so they import this module
 
         formats.write(self, path)
 
     def _repr_html_(self) -> str:
-        """The picture in a notebook."""
-        return str(import_module("penstock.view.notebook").schedule_html(self))  # far above: loaded by its name
+        """Draw it in a notebook."""
+        return str(import_module("penstock.view.notebook").schedule_html(self))  # by name: a higher layer
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -264,7 +264,7 @@ class Schedule:
 
     @property
     def summary(self) -> str:
-        """Its name, if it has one, and its sizes, in a line."""
+        """Its name, if it has one, and its sizes, in one line."""
         name = str(self._metadata.get("name", ""))
         name = f" {name if name.isprintable() else repr(name)}" if name else ""
         actions = int(np.count_nonzero(self._codes) - np.count_nonzero(packed.is_joined(self._codes)))
@@ -280,10 +280,10 @@ class Schedule:
         return f"<{self.summary}>"
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a schedule cannot be changed (setting {name!r}); build a new one")
+        raise AttributeError(f"a schedule is immutable (setting {name!r}); build a new one")
 
     def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a schedule cannot be changed (deleting {name!r}); build a new one")
+        raise AttributeError(f"a schedule is immutable (deleting {name!r}); build a new one")
 
     def __copy__(self) -> Schedule:
         return self
@@ -293,11 +293,11 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         rows = [self.codes_of(rank) for rank in range(self.ranks)]
-        return _unpickled, (rows, self._placement, self._microbatches, dict(self._metadata))
+        return _unpickle, (rows, self._placement, self._microbatches, dict(self._metadata))
 
 
 class _Rows(Sequence[Row]):
-    """The rows of a schedule, each made of actions when it is first looked at."""
+    """The rows of a schedule, each unpacked when it is first accessed."""
 
     __slots__ = ("_schedule",)
 
@@ -336,52 +336,54 @@ class _Rows(Sequence[Row]):
 
 
 def _frozen(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A copy that nobody can make writeable again."""
+    """Return a copy that can never be made writeable."""
     return np.frombuffer(np.ascontiguousarray(numbers, np.int64).tobytes(), np.int64)
 
 
 def _copied(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that shares nothing that can be changed."""
+    """Return a copy that shares nothing mutable."""
     return {key: value if isinstance(value, str) else deepcopy(value) for key, value in metadata.items()}
 
 
 def _in_rank_order(rows: Mapping[int, Iterable[Cell]] | Iterable[Iterable[Cell]]) -> list[Iterable[Cell]]:
     if isinstance(rows, str):
-        raise ScheduleError("a schedule is made of rows; for text there is Schedule.from_text")
+        raise ScheduleError("expected rows of cells, got text; use Schedule.from_text to parse text")
     if not isinstance(rows, Iterable):
-        raise ScheduleError(f"a schedule is made of rows of cells, not of {rows!r}")
+        raise ScheduleError(f"expected rows of cells, got {rows!r}")
     if not isinstance(rows, Mapping):
         return list(rows)
     if (gap := first_gap(rows)) is not None:
         raise ScheduleError(
-            f"{len(rows)} rows are those of ranks 0 to {len(rows) - 1}, but there is none for rank {gap}"
+            f"{len(rows)} rows must be for ranks 0 to {len(rows) - 1}, but there is none for rank {gap}"
         )
     return [rows[rank] for rank in range(len(rows))]
 
 
 def _checked_cells(rank: int, row: Iterable[Cell]) -> list[Action | None]:
     if isinstance(row, str) or not isinstance(row, Iterable):
-        raise ScheduleError(f"the row of rank {rank} must be a list of cells, e.g. ['0F0', None, '0B0'], not {row!r}")
+        raise ScheduleError(f"the row of rank {rank} must be a list of cells, e.g. ['0F0', None, '0B0'], got {row!r}")
     cells: list[Action | None] = []
     for cell in row:
         if cell is None or isinstance(cell, Action):
             cells.append(cell)
-        elif isinstance(cell, str) or hasattr(cell, "computation_type"):  # an action of PyTorch's has our text form
+        elif isinstance(cell, str) or hasattr(cell, "computation_type"):  # PyTorch's actions have the same text form
             cells.append(parse_cell(str(cell), row=rank + 1, cell=len(cells) + 1))
         else:
-            raise ScheduleError(f"rank {rank}, step {len(cells)}: a cell is an Action, its text or None, not {cell!r}")
+            raise ScheduleError(
+                f"rank {rank}, step {len(cells)}: a cell must be an Action, its text or None, got {cell!r}"
+            )
     return cells
 
 
 def _derived_placement(rows: Sequence[Codes]) -> Placement:
-    """Each stage is on the rank that has its actions."""
+    """Place each stage on the rank that has its actions."""
     rank_of: dict[int, int] = {}
     for rank, codes in enumerate(rows):
         busy = np.flatnonzero(codes)
         if not len(busy):
             raise PlacementError(
-                f"rank {rank} does nothing, so its stages are unknown; drop its row, or say which they are: "
-                "placement=, or in a .json file",
+                f"rank {rank} has no actions, so its stages cannot be inferred; remove its row, or pass placement= "
+                "(or use a .json file)",
                 places=[(rank, 0)],
             )
         for stage in np.unique(packed.stages(codes[busy])).tolist():
@@ -391,8 +393,8 @@ def _derived_placement(rows: Sequence[Codes]) -> Placement:
                 raise PlacementError(f"stage {stage} is on {where}", stage=stage, places=places)
     if (gap := first_gap(rank_of)) is not None:
         raise PlacementError(
-            f"no rank runs stage {gap}, though there is a stage {max(rank_of)}; add its actions, or say which rank has "
-            "it: placement=, or in a .json file",
+            f"no rank runs stage {gap}, although there is a stage {max(rank_of)}; add its actions, or pass placement= "
+            "(or use a .json file)",
             stage=gap,
         )
     return Placement.from_mapping(rank_of, len(rows))
@@ -408,5 +410,5 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _unpickled(rows: Sequence[Codes], placement: Placement, microbatches: int, metadata: Mapping[str, Any]) -> Schedule:
+def _unpickle(rows: Sequence[Codes], placement: Placement, microbatches: int, metadata: Mapping[str, Any]) -> Schedule:
     return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata=metadata)

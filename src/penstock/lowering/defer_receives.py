@@ -1,4 +1,4 @@
-"""Post receives late: where a pending receive is in the way of other communication, as on some platforms."""
+"""Posts receives late, for platforms where a pending receive blocks other communication."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SENDS: Final = tuple(transfer.send for transfer in TRANSFERS)
 
 
 def defer_receives(schedule: Schedule | ActionTable, look_ahead: int | None = None) -> Schedule:
-    """Every receive right before the action that needs it; or as many uses earlier as ``look_ahead`` says.
+    """Post every receive right before the action that needs it, or ``look_ahead`` uses earlier.
 
-    Without ``look_ahead`` the lower rank of a pair posts its receives before it sends to the other, lest both wait to
-    send; so they may be posted any number of uses ahead. With it, no more than so many ever are, whatever happens
-    between. A receive never moves ahead of where it was. O(n).
+    Without ``look_ahead``, the lower rank of a pair posts its receives before it sends to the other, so that the two
+    never both wait to send; its receives may then be posted any number of uses ahead. With it, no more than
+    ``look_ahead`` ever are. A receive is never posted earlier than before. O(n).
 
     >>> from penstock.ir.schedule import Schedule
     >>> defer_receives(Schedule([["1RECV_F0", "1RECV_F1", "1F0", "1F1"], ["0F0", "0F1", "0SEND_F0", "0SEND_F1"]],
@@ -64,16 +64,16 @@ def _in_order(numbers: Positions, order: Positions) -> Positions:
 
 
 class _Rows(NamedTuple):
-    """Some ranks, one after the other, and those of their receives that are used later on.
+    """A range of consecutive ranks, and those of their receives that are used later.
 
-    Places are counted from the first action of these ranks.
+    Positions are counted from the first action of these ranks.
 
     Attributes:
         actions: the actions of all ranks.
-        within: those of these ranks.
-        receive: where the receives are.
+        within: the actions of these ranks.
+        receive: the positions of the receives.
         user: the action that uses each.
-        send: its other side, as a position in ``actions``.
+        send: the matching send, as a position in ``actions``.
     """
 
     actions: ActionTable
@@ -84,7 +84,7 @@ class _Rows(NamedTuple):
 
     @classmethod
     def of(cls, actions: ActionTable, within: slice) -> _Rows:
-        """The ranks whose actions these are."""
+        """Return the range of the ranks that these actions belong to."""
         receives, users, sends = [], [], []
         for transfer in TRANSFERS:
             mine = actions.positions_between(transfer.receive, within.start, within.stop)
@@ -102,7 +102,7 @@ class _Rows(NamedTuple):
         return np.asarray(self.actions.rank[self.within])
 
     def positions(self, look_ahead: int | None) -> tuple[Positions, Positions]:
-        """Before which action each receive comes; and what decides between several that come before the same one."""
+        """Return before which action each receive goes, and the order among those before the same action."""
         cell, every = self.actions.cell[self.within], np.arange(len(self.rank))
         first_of_cell = np.maximum.accumulate(np.append(True, cell[1:] != cell[:-1])[: len(every)] * every)
         if look_ahead:
@@ -115,11 +115,11 @@ class _Rows(NamedTuple):
         return np.minimum(position, flushed), np.where(flushed <= position, self.receive, self.user)
 
     def order(self, position: Positions, in_place: Positions) -> Positions:
-        """Where what comes now stood, one action after the other, in ``actions``."""
+        """Return the new order of the actions, as positions in ``actions``."""
         count = len(self.rank)
         stays = np.ones(count, bool)
         stays[self.receive] = False
-        ahead = stays.cumsum() - stays  # how many stand before each place and stay
+        ahead = stays.cumsum() - stays  # the number of earlier actions that stay
         by_place = stable_order(position * count + in_place)
         arrives = ahead[position[by_place]] + np.arange(len(by_place))
         order, others = np.empty(count, np.int64), np.ones(count, bool)
@@ -128,7 +128,7 @@ class _Rows(NamedTuple):
         return np.asarray(order + self.within.start)
 
     def postpone(self, position: Positions, turns: Positions) -> None:
-        """Let the turn of each transfer be behind that of the action before which its receive was moved away."""
+        """Move the turn of each transfer after that of the action that now precedes its receive."""
         blocking = ~packed.kind_mask(TRANSFER_TYPES).take(self.actions.kind[self.within])
         last = np.maximum.accumulate(np.where(blocking, np.arange(len(blocking)), NONE))
         ahead = np.append(NONE, last)[position]
@@ -138,7 +138,7 @@ class _Rows(NamedTuple):
         turns[send] = turns[receive]
 
     def _ahead(self, look_ahead: int) -> Positions:
-        """Before which use each receive is posted: that of the receive so many uses earlier on its rank, or none."""
+        """Return before which use each receive is posted: ``look_ahead`` uses earlier on its rank, if possible."""
         order = stable_order(self.user)
         user = self.user[order]
         posted = np.zeros(len(order), np.int64)
@@ -149,7 +149,7 @@ class _Rows(NamedTuple):
         return wanted
 
     def _next_send_to_a_higher_rank(self) -> Positions:
-        """For each receive from a higher rank the next send to it, or beyond the end."""
+        """Return for each receive from a higher rank the next send to that rank, or the end."""
         actions, rank, kind = self.actions, self.rank, self.actions.kind[self.within]
         peer = np.full(len(rank), NONE, np.int32)
         for transfer in TRANSFERS:

@@ -1,4 +1,4 @@
-"""Merge the halves of a backward that stand together: one backward is cheaper than its two halves."""
+"""Merges adjacent halves of a backward: a full backward is cheaper than its two halves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def merge_backward(schedule: Schedule | ActionTable) -> Schedule:
-    """An I directly followed by the W of the same stage and microbatch becomes a B; idle steps between do not count.
+    """Replace an I directly followed by the W of the same stage and microbatch by a B, ignoring idle steps between.
 
     O(n).
 

@@ -1,4 +1,4 @@
-"""The passes in order, and the proof between them."""
+"""Runs the passes in order, and verifies the result of each."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def lower(
     model: CommModel | None = None,
     verify: bool = True,
 ) -> Schedule:
-    """Add everything that a real run needs to a compute schedule; the input stays as it is.
+    """Add everything that a real run needs to a compute schedule, and return the new schedule.
 
-    The input is proved, and what every pass makes of it, unless ``verify`` is False.
+    The input and the result of every pass are verified, unless ``verify`` is False.
 
     >>> from penstock.schedules.registry import build
     >>> print(lower(build("GPipe", ranks=2, microbatches=1), unshard=False).grid())
@@ -59,30 +59,31 @@ def lower(
     rank 1 1RECV_F0 1F0      1B0      1SEND_B0 1REDUCE_GRAD
 
     Args:
-        schedule: what to lower; it has to be compute-only.
-        merge_backward: make one B of an I and a W that stand together.
+        schedule: a compute-only schedule.
+        merge_backward: merge an adjacent I and W into one B.
         unshard: add UNSHARD and RESHARD, for FSDP.
-        max_active_stages: how many stages of a rank are unsharded at once.
+        max_active_stages: how many stages of a rank may be unsharded at a time.
         reduce: add REDUCE_GRAD.
         defer_receives: post each receive late, right before it is needed.
-        look_ahead: with ``defer_receives``, how many receives are posted ahead of the next one that is needed, at
-            most; by default as PyTorch does it, which keeps two ranks from both waiting to send. (On gloo, where no
-            message waits for another, a ``Pipeline`` posts receives early whatever the rows say.)
-        model: how communication behaves: what the result is proved for. By default the harshest that torch.distributed
-            can show; with ``defer_receives`` one without lanes, since late receives get into each other's way in them.
-        verify: prove the schedule before and after every pass.
+        look_ahead: with ``defer_receives``, the most receives to post ahead of the next one that is needed. By default
+            as in PyTorch, which keeps two ranks from both waiting to send. (On gloo, where no message waits for
+            another, a ``Pipeline`` posts receives early in any case.)
+        model: how communication behaves, for the verification. By default the strictest behaviour that
+            torch.distributed can show; with ``defer_receives``, one without lanes, in which late receives would block
+            each other.
+        verify: verify the schedule before and after every pass.
 
     Raises:
-        VerificationError: the schedule would not run; says everything that is wrong with it.
-        ScheduleError: there is no order for the transfers, which shows without a proof.
+        VerificationError: the schedule would not run; holds everything that is wrong with it.
+        ScheduleError: transfers cannot be placed because the compute actions deadlock, with ``verify=False``.
     """
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"a Schedule can be lowered, not {schedule!r}")
+        raise ScheduleError(f"expected a Schedule, got {schedule!r}")
     if schedule.lowered:
-        raise ScheduleError("the schedule is lowered already: it has other actions than F, B, I and W")
+        raise ScheduleError("the schedule is already lowered: it contains actions other than F, B, I and W")
     if look_ahead is not None and not defer_receives:
-        raise ScheduleError(f"look_ahead={look_ahead!r} says how receives are deferred: give defer_receives=True too")
-    # That the compute actions do not wait in a circle is proved when they take turns, with their transfers.
+        raise ScheduleError(f"look_ahead={look_ahead!r} only applies with defer_receives=True")
+    # That the compute actions do not deadlock is proved together with their transfers, by the turns.
     actions, turns = table_of(verify_structure(schedule) if verify else schedule), None
     if merge_backward:
         actions = _merge_backwards(actions, verify=verify)
@@ -96,7 +97,7 @@ def lower(
             lowered, turns = lowering.run(actions, turns)
         except ScheduleError:
             if verify:
-                prove(schedule)  # the compute actions wait in a circle, most likely: then this shows it
+                prove(schedule)  # most likely a deadlock of the compute actions, which this reports
             raise
         if verify:
             actions = verify_change(actions, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
@@ -106,12 +107,12 @@ def lower(
 
 
 class _Lowering(NamedTuple):
-    """A pass that adds to the compute actions, and leaves them as they stand.
+    """A pass that adds to the compute actions without changing them.
 
     Attributes:
-        run: the pass itself; with the schedule, it may get and return a witness that nothing waits in a circle.
-        touched: the types of actions that it adds or moves; all others have to stay as they stand.
-        safe_under: the harshest communication model that what it makes is safe under.
+        run: the pass; takes and returns a schedule and, if it knows them, turns that prove the absence of deadlock.
+        touched: the types of actions that it adds or moves; all others must stay unchanged.
+        safe_under: the strictest communication model that its result is safe under.
     """
 
     run: Pass

@@ -1,4 +1,4 @@
-"""Reduce the gradients of a stage over its data-parallel replicas as soon as they are complete."""
+"""Adds the reduction of gradients over data-parallel replicas as soon as the gradients of a stage are complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def reduce_gradients(schedule: Schedule | ActionTable) -> Schedule:
-    """A REDUCE_GRAD of each stage right after its last B or W; after the whole overlap if that is in one.
+    """Add a REDUCE_GRAD for each stage right after its last B or W, or after the overlap that contains it.
 
     >>> from penstock.ir.schedule import Schedule
     >>> reduce_gradients(Schedule([["0F0", "1F0", "1B0", "0I0", "0W0"]])).actions[0]

@@ -1,4 +1,4 @@
-"""Make a schedule safe by moving its communication, and nothing else."""
+"""Removes deadlocks from a schedule by moving its transfers, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def repair(schedule: Schedule, model: CommModel = DEFAULT_MODEL) -> Schedule:
-    """A schedule with the same actions that is free of deadlock under the model; the same one if it is already.
+    """Return a schedule with the same actions that is free of deadlock under the model; unchanged if it already is.
 
-    The transfers are taken out and put in again by ``send_receive``, in one order that all ranks agree on: every edge
-    of the event graph then goes from an earlier turn to a later one, under every model, so there is no cycle. That
-    fails only if the compute actions alone wait for each other in a circle, and then no order of transfers can help.
+    The transfers are removed and added again by ``send_receive``, in one order that all ranks agree on. Every edge of
+    the event graph then goes from an earlier turn to a later one, under every model, so there is no cycle. This fails
+    only if the compute actions alone deadlock, and then no order of transfers can help.
 
     Raises:
-        VerificationError: something else is wrong, or the cycle is one of compute actions; the findings say which.
+        VerificationError: something else is wrong, or the compute actions deadlock; the findings say which.
     """
     findings = check(schedule, model=model)
     if not findings:

@@ -1,4 +1,4 @@
-"""What the passes have in common: taking a schedule apart into codes and putting it together again."""
+"""Helpers shared by the passes: turning a schedule into an action table and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def table_of(schedule: Schedule | ActionTable) -> ActionTable:
-    """The actions of a schedule without its idle steps; as they are if somebody has taken it apart already."""
+    """Return the action table of a schedule without idle steps; a table without any is returned unchanged."""
     actions = schedule if isinstance(schedule, ActionTable) else ActionTable(schedule)
     if len(actions) == len(actions.schedule.codes):
         return actions
@@ -26,7 +26,7 @@ def table_of(schedule: Schedule | ActionTable) -> ActionTable:
 
 
 def ranks_of(schedule: Schedule) -> NDArray[np.int64]:
-    """The rank of every code."""
+    """Return the rank of every code."""
     return np.repeat(np.arange(schedule.ranks), np.diff(schedule.offsets))
 
 
@@ -37,12 +37,12 @@ def without_idle(schedule: Schedule) -> Schedule:
 
 
 def with_actions(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteger[Any]]) -> Schedule:
-    """The same schedule with these actions, which are in the order of their ranks."""
+    """Replace the actions of a schedule; the new ones are in rank order."""
     return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1, dtype=ranks.dtype)))
 
 
 def insert(actions: ActionTable, positions: Positions, codes: Codes, ranks: Positions) -> Schedule:
-    """The same schedule with more actions: each before the one at its place, on its rank; they come in order."""
+    """Insert actions before these positions, on these ranks; they are in order."""
     schedule, after = actions.schedule, positions + np.arange(len(positions))
     stays = np.ones(len(actions) + len(positions), bool)
     stays[after] = False
@@ -52,16 +52,16 @@ def insert(actions: ActionTable, positions: Positions, codes: Codes, ranks: Posi
 
 
 def cell_ends(actions: ActionTable, positions: Positions) -> Positions:
-    """Where the cell of each of these places ends: behind the whole of an overlap."""
+    """Return where the cell of each of these positions ends, which may be an overlap."""
     return np.asarray(actions.cell.searchsorted(actions.cell[positions], side="right"))
 
 
 def last_of_each_stage(actions: ActionTable, positions: Positions) -> Positions:
-    """The last of these places for every stage that they are of, in order."""
+    """Return the last of these positions for each of their stages, in order."""
     stage = actions.stages_at(positions)
-    if not actions.all_in_range:  # numbers far apart would not fit into a table
+    if not actions.all_in_range:  # large stage numbers would not fit into a table
         _, from_the_end = np.unique(stage[::-1], return_index=True)
         return np.sort(positions[::-1][from_the_end])
     last = np.full(actions.stages, NONE, np.int64)
-    last[stage] = positions  # of several the last stays
+    last[stage] = positions  # of several, the last stays
     return np.sort(last[last != NONE])

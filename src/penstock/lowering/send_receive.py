@@ -1,4 +1,4 @@
-"""Add the transfers between ranks: a send right after what made it, its receive in the same order on the other side."""
+"""Adds transfers between ranks: a send right after its producer, the receive in the same order on the other rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 
-#: The types of actions that make what is sent; and by the number of such a type to which stage, and how.
+#: The types of actions whose output is sent; and by type number, to which stage and by which types of transfer.
 _MAKERS: Final = tuple(kind for transfer in TRANSFERS for kind in transfer.made_by)
 _STAGE_OFFSET, _SEND, _RECEIVE = np.zeros((3, len(packed.TYPE_NUMBER) + 1), np.int64)
 for _transfer in TRANSFERS:
@@ -30,12 +30,12 @@ for _transfer in TRANSFERS:
 
 
 def send_receive(schedule: Schedule) -> Schedule:
-    """Sends and receives for everything that goes to another rank; none between stages on one rank.
+    """Add sends and receives for everything that another rank needs; none between stages on the same rank.
 
-    The ranks take turns, one action a round where they can; whoever makes something that another rank needs puts its
-    own send and the other's receive into place at once. So the receives of a rank are in an order that its senders can
-    keep, early enough for what needs them. The rounds are the longest paths of the order, and one sort puts everything
-    into its row: of a few rows that are sorted already, so that it takes the time of a merge. O(n).
+    The ranks take turns, one action per round where they can. A rank that produces something for another rank places
+    its own send and the other's receive at once. So the receives of a rank are in an order that its senders can keep,
+    early enough for the actions that need them. The rounds are longest paths, and one sort puts everything into its
+    row; it merges a few rows that are already sorted. O(n).
 
     >>> from penstock.ir.schedule import Schedule
     >>> print(send_receive(Schedule([["0F0", "0B0"], ["1F0", "1B0"]])).grid())
@@ -47,9 +47,9 @@ def send_receive(schedule: Schedule) -> Schedule:
 
 
 def send_receive_with_turns(schedule: Schedule | ActionTable) -> tuple[Schedule, Positions]:
-    """As ``send_receive``, and of every action when its turn is: whatever it waits for has an earlier one.
+    """Add transfers like ``send_receive``, and return the turn of every action: what it waits for has an earlier one.
 
-    A send and its receive have one turn, and so have the sub-actions of an overlap.
+    A send and its receive share a turn, and so do the sub-actions of an overlap.
     """
     actions = table_of(schedule)
     rounds, transfers = _rounds(actions), _transfers(actions)
@@ -64,16 +64,16 @@ def send_receive_with_turns(schedule: Schedule | ActionTable) -> tuple[Schedule,
 
 
 class _Transfers(NamedTuple):
-    """What goes to another rank.
+    """The tensors that go to another rank.
 
     Attributes:
-        made: where it is made, in order.
-        number: which of the sub-actions of its overlap makes it, counted from 0; or 0 for all, if there is no overlap.
-        most_at_once: how many sub-actions an overlap has at most.
-        receiver: the rank that it goes to.
-        by_receiver: how to sort it by that.
-        sent: how much of it the ranks before each one send, and at last all.
-        received: the same for what they receive.
+        made: the positions of the actions that produce them, in order.
+        number: the index of that action in its overlap; or 0 for all, if there is no overlap.
+        most_at_once: the most sub-actions of any overlap.
+        receiver: the rank that each goes to.
+        by_receiver: the order by receiver.
+        sent: how many the ranks before each one send, and finally all of them.
+        received: the same for receives.
     """
 
     made: Positions
@@ -107,7 +107,7 @@ def _transfers(actions: ActionTable) -> _Transfers:
 
 
 def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks: slice) -> tuple[Codes, Positions]:
-    """The rows of these ranks, one after the other, with their transfers in place; and when the turn of each is."""
+    """Return the rows of these ranks, concatenated, with their transfers, and the turn of every action."""
     own, sent, received = (
         slice(bounds[ranks.start], bounds[ranks.stop])
         for bounds in (actions.offsets, transfers.sent, transfers.received)
@@ -115,7 +115,7 @@ def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks:
     made_here, coming = transfers.made[sent], transfers.by_receiver[received]
     made_there = transfers.made[coming]
     place_of = np.concatenate([np.arange(own.start, own.stop), made_here, made_there])
-    # In one turn: first the actions, then what they send, part by part.
+    # Within a turn: first the actions, then what they send, sub-action by sub-action.
     turns = rounds[actions.cell[place_of]] * actions.schedule.ranks + actions.rank[place_of]
     turns *= transfers.most_at_once + 1
     turns[own.stop - own.start :] += 1
@@ -129,23 +129,23 @@ def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks:
 
 
 def _sends(made: Codes) -> Codes:
-    """The sends of what these actions make."""
+    """Return the sends of what these actions produce."""
     return packed.with_kinds(made, _SEND[packed.types(made)])
 
 
 def _receives(made: Codes) -> Codes:
-    """The receives of it, on the stages that it goes to."""
+    """Return the receives of what these actions produce, on the stages that it goes to."""
     kind = packed.types(made)
     return packed.shift_stages(packed.with_kinds(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
 
 
 def _rounds(actions: ActionTable) -> Positions:
-    """The round in which every cell gets its turn."""
-    behind = np.ones(actions.cells, bool)  # another cell of the same rank
-    behind[actions.cell[actions.offsets[actions.offsets > 0] - 1]] = False
-    earlier = behind.nonzero()[0]
+    """Return the round in which every cell gets its turn."""
+    has_next = np.ones(actions.cells, bool)  # another cell of the same rank follows
+    has_next[actions.cell[actions.offsets[actions.offsets > 0] - 1]] = False
+    earlier = has_next.nonzero()[0]
     consumer, producer = actions.remote_inputs()
-    # Within a round the lower rank comes first: what it makes, a higher one may use in the same round.
+    # Within a round, lower ranks come first: a higher rank may use their output in the same round.
     rounds = longest_path(
         actions.cells,
         np.concatenate([earlier, actions.cell[producer]], dtype=np.int32),
@@ -153,5 +153,5 @@ def _rounds(actions: ActionTable) -> Positions:
         np.concatenate([np.ones(len(earlier), bool), actions.rank[producer] > actions.rank[consumer]]).view(np.int8),
     )
     if (rounds == UNREACHED).any():
-        raise ScheduleError("some action waits for ever, so there is no order for its transfers; check the schedule")
+        raise ScheduleError("the compute actions deadlock, so transfers cannot be placed; run check() on the schedule")
     return rounds

@@ -1,4 +1,4 @@
-"""Gather the parameters of a stage before it runs and release them after: what FSDP needs."""
+"""Adds UNSHARD before a stage runs and RESHARD after it, for FSDP."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 
-    #: Before which places which actions come, on which ranks.
+    #: The actions to insert: before which positions, their codes, and their ranks.
     Additions = tuple[Positions, Codes, Positions]
 
 
 def unshard_reshard(schedule: Schedule | ActionTable, max_active_stages: int = 3) -> Schedule:
-    """Keep the stages that a rank runs next unsharded, so many of them; reshard what makes room, and all at the end.
+    """Keep the next stages of a rank unsharded, at most ``max_active_stages``; reshard others, and all at the end.
 
     >>> from penstock.ir.schedule import Schedule
     >>> unshard_reshard(Schedule([["0F0", "1F0", "1B0", "0B0"]]), max_active_stages=1).actions[0]
@@ -37,9 +37,9 @@ def unshard_reshard(schedule: Schedule | ActionTable, max_active_stages: int = 3
 
 
 def _all_at_once(actions: ActionTable, limit: int) -> Additions | None:
-    """If no rank has more stages than may be active: each comes at the start, and goes after its last use.
+    """Unshard every stage at the start and reshard it after its last use, if no rank has more stages than the limit.
 
-    None if some rank has more, or lets two stages go at once: then their order is a matter of its own.
+    Return None if some rank has more, or reshards two stages at once, whose order takes more work.
     """
     positions = np.arange(len(actions))
     last, first = last_of_each_stage(actions, positions), last_of_each_stage(actions, positions[::-1])
@@ -49,7 +49,7 @@ def _all_at_once(actions: ActionTable, limit: int) -> Additions | None:
     ranks = np.concatenate([actions.rank[last], actions.rank[first]])
     positions = np.concatenate([ends, actions.schedule.offsets[actions.rank[first]]])
     codes = [packed.pack(actions.stage[last], RESHARD, None), packed.pack(actions.stage[first], UNSHARD, None)]
-    order = np.lexsort([ranks, positions])  # what ends a row comes before what begins the next
+    order = np.lexsort([ranks, positions])  # the end of a row comes before the beginning of the next
     return positions[order], np.concatenate(codes)[order], ranks[order]
 
 
@@ -65,10 +65,10 @@ def _rank_by_rank(actions: ActionTable, limit: int) -> Additions:
 
 
 def _changes(codes: Codes, limit: int) -> Iterator[tuple[int, int, ComputationType]]:
-    """Before which place of the row which stage is unsharded or resharded, in order."""
+    """Yield which stage is unsharded or resharded, and before which position of the row, in order."""
     stages, cells = packed.stages(codes), np.cumsum(~packed.is_joined(codes)) - 1
     leaving, entering = active_stage_changes(stages, cells, limit)
-    # Several stages that go at once go in the order of a set, which is how upstream remembers the active ones.
+    # Stages that leave together are resharded in the order of a set, because upstream keeps active stages in one.
     active: set[int] = set()
     for position in sorted({*leaving, *entering}):
         gone = set(leaving.get(position, ()))

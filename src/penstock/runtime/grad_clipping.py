@@ -75,8 +75,11 @@ def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:
 
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, or what is on this rank of them, without the empty ones. To be changed in place, if at all."""
-    parts = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    """The gradients, or what is on this rank of them, without the empty ones. To be changed in place, if at all.
+
+    Of a sparse one, these are the values that it has, also where several are for one element.
+    """
+    parts = [_values(_local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     return [part for part in parts if part.numel() > 0]
 
 
@@ -151,7 +154,15 @@ def _placed(parameter: Any) -> torch.Tensor:
     gradient = parameter.grad.detach()
     if _is_distributed(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return _local(gradient)
+    gradient = _local(gradient)
+    return _values(gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that it has in memory."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def _shard_groups(parameter: Any) -> tuple[dist.ProcessGroup, ...]:

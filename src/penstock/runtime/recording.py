@@ -1,7 +1,7 @@
-"""Steps with a clock: how long every action takes, and what a rank does with its time.
+"""Measures steps: how long every action takes, and how each rank spends its time.
 
-What is measured is turned into ``Costs``, with which any schedule of these stages can be simulated; and into the
-figures that a simulation predicts, so that the two can be put side by side.
+The measurements become ``Costs``, with which any schedule of these stages can be simulated, and the same figures that
+a simulation predicts, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ FIELDS: Final[Mapping[ComputationType, str]] = {
 
 
 class TimedAction(NamedTuple):
-    """An action that has run on this rank.
+    """An action as it ran on this rank.
 
     Attributes:
-        action: the action; the parts of an overlap each for themselves.
-        begin: when it began, in seconds after the step did.
+        action: the action; the parts of an overlap are separate.
+        begin: when it began, in seconds from the start of the step.
         end: when it ended.
-        waited: how long of that it waited for a transfer.
+        waited: how many of these seconds it waited for transfers.
     """
 
     action: Action
@@ -69,22 +69,23 @@ class TimedAction(NamedTuple):
 
     @property
     def own(self) -> float:
-        """How long it took, without the waiting."""
+        """How long it took, without waiting for transfers."""
         return self.end - self.begin - self.waited
 
 
 class Recording:
-    """What ``with pipe.recording() as record:`` gives. The rest is known on every rank when the block has ended.
+    """Records the steps inside ``with pipe.recording() as record:``; every rank has the results after the block.
 
-    All ranks enter and leave it together, and take the same steps in it. Ranks begin each of these steps together, as
-    in a simulation. Where actions only start work on a device, it is waited for: so recorded steps take longer there.
+    All ranks enter and leave the block together, and run the same steps in it. They start each step together, as in a
+    simulation. Where actions only launch work on a device, the recording synchronizes after each one, so recorded
+    steps take longer there.
 
-    Times are in seconds. Those of a step are those of the one that took the median time, all of the same one.
+    Times are in seconds. Those of a step are all of one step, the one of median length.
 
     Attributes:
-        steps: of each step, every action of this rank with its times, in order.
-        makespan: how long the step took, from the beginning to the end of the last rank.
-        busy: how long each rank was busy with actions of its own.
+        steps: every action of this rank with its times, in order, for each step.
+        makespan: how long the step took, from its start to the end of the last rank.
+        busy: how long each rank was busy with its own actions.
         ends: when each rank had run its last action.
     """
 
@@ -99,25 +100,25 @@ class Recording:
         self._times: dict[str, dict[int, float]] = {}
         self._begun = 0.0
         self._waited = 0.0
-        #: Whether an action is to be recorded: a step is under way, and no other action.
+        #: Whether to record the next action: a step is running, and it is not part of another action.
         self._open = False
         devices = {stage.device for stage in pipe.stages.values() if stage.device.type != "cpu"}
         self._devices = sorted(devices, key=str)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank was not busy, until the end of the last."""
+        """How long each rank was not busy, up to the end of the last rank."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     def costs(self) -> Costs:
-        """What an action of each stage and type took, in seconds: the mean over a step, and of these the median.
+        """How many seconds an action of each stage and type takes: the median over steps of the mean over a step.
 
-        A mean, because what disturbs some actions of a step belongs to it, e.g. ranks that share a core. The two halves
-        of a backward that never ran in halves are each taken for one half. Transfers are not among them, a prediction
-        takes them for free: give those of tiny stages, where they are much of the step, a ``latency`` of their own.
+        A mean, because what slows down some actions of a step, e.g. a core that ranks share, is part of that step. If a
+        backward only ran whole, I and W get half of it each. Transfers are not included, so a prediction takes them as
+        free: for tiny stages, where they are much of the step, set ``latency``.
         """
         if not self._times:
-            raise RunError("no step was recorded: call pipe.step inside of the with block, and ask when it has ended")
+            raise RunError("no step was recorded; call pipe.step() inside the with block, and read the costs after it")
         given = {field: self._per_stage(field) for field in FIELDS.values() if self._times.get(field)}
         whole, inputs = given.get("backward"), given.get("backward_input")
         if inputs is None:
@@ -130,14 +131,14 @@ class Recording:
             ]
         return Costs.from_dict(given)
 
-    # While it is under way ------------------------------------------------------------------------------------------
+    # While recording ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         pipe = self._pipe
         if pipe._record is not None:
-            raise RunError("this pipeline is being recorded already")
+            raise RunError("this pipeline is already being recorded")
         self._before = pipe.transport, pipe._programs
-        # Programs and edges hold on to the transport: those of a recording are its own, and so is what ranks agree on.
+        # Programs and edges refer to the transport, so a recording has its own, and negotiates shapes again.
         pipe.transport = cast("Transport", _TimedTransport(pipe.transport, self))
         pipe._programs = pipe._new_programs()
         pipe._record = self
@@ -146,13 +147,13 @@ class Recording:
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         assert self._before is not None
         self._pipe.transport, self._pipe._programs = self._before
-        self._pipe._programs.forget()  # they know nothing of functions that were registered in the meantime
+        self._pipe._programs.forget()  # they lack functions that were registered meanwhile
         self._pipe._record = None
         if kind is None and self.steps:
             self._share()
 
     def run(self, program: Program[Step], step: Step) -> None:
-        """Run a program by the clock."""
+        """Run a program, and record its actions as one step."""
         transport = self._pipe.transport
         transport.exchange(b"")
         self.steps.append([])
@@ -164,14 +165,14 @@ class Recording:
             self._open = False
 
     def custom(self, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]) -> Custom:
-        """What makes the operations: each with a clock."""
+        """The maker of operations that record their times."""
         return _TimedOperations(self, self._pipe, workplace, functions)
 
     def timed(self, action: Action, operation: Operation) -> Operation:
-        """An operation that takes its own time."""
+        """An operation that records its times."""
 
         def run(step: Step) -> None:
-            if not self._open:  # an evaluation; or a function of the user's, all of which is one action
+            if not self._open:  # an evaluation, or within a custom function, which is one action as a whole
                 operation(step)
                 return
             self._open, self._waited = False, 0.0
@@ -187,7 +188,7 @@ class Recording:
         return run
 
     def wait(self, pending: Pending) -> object:
-        """Wait by the clock."""
+        """Wait for a transfer, and record for how long."""
         begin = time.perf_counter()
         try:
             done = pending.wait()
@@ -197,20 +198,20 @@ class Recording:
             self._waited += time.perf_counter() - begin
 
     def synchronize(self) -> None:
-        """Wait for what has been started on devices."""
+        """Wait for the work that was launched on devices."""
         for device in self._devices:
             torch.accelerator.synchronize(device)
 
     # Afterwards -----------------------------------------------------------------------------------------------------
 
     def _share(self) -> None:
-        """Let all ranks know the figures of all."""
+        """Exchange the measurements, so that every rank has those of all."""
         self._pipe.transport.progress.call = "recording()"
         found = self._pipe.transport.exchange(json.dumps(self._mine()).encode())
         ranks = [json.loads(data) for data in found]
         if len({len(rank["ends"]) for rank in ranks}) > 1:
-            told = ", ".join(f"rank {number}: {len(rank['ends'])}" for number, rank in enumerate(ranks))
-            raise RunError(f"every rank must record the same number of steps, but they have recorded {told}")
+            counts = ", ".join(f"rank {number}: {len(rank['ends'])}" for number, rank in enumerate(ranks))
+            raise RunError(f"all ranks must record the same number of steps, but they recorded {counts}")
         lengths = [max(ends) for ends in zip(*(rank["ends"] for rank in ranks), strict=True)]
         typical = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
         self.makespan = lengths[typical]
@@ -241,7 +242,7 @@ class Recording:
 
 
 class _TimedOperations(Custom):
-    """Makes operations that take their own time; an overlap is left to its parts."""
+    """Makes operations that record their times; of an overlap, its parts do."""
 
     def __init__(
         self,
@@ -254,11 +255,11 @@ class _TimedOperations(Custom):
         self._record = record
 
     def default(self, action: Action) -> Operation | None:
-        """What the runtime itself does, by the clock."""
+        """What the runtime itself does for an action, timed."""
         return self._timed(action, super().default(action))
 
     def operation(self, action: Action) -> Operation | None:
-        """What is to be done for an action, by the clock."""
+        """What to do for an action, timed."""
         return self._timed(action, super().operation(action))
 
     def _timed(self, action: Action, operation: Operation | None) -> Operation | None:
@@ -268,7 +269,7 @@ class _TimedOperations(Custom):
 
 
 class _TimedTransfer:
-    """A transfer that knows how long it was waited for."""
+    """A transfer that records how long it was waited for."""
 
     __slots__ = ("_pending", "_record")
 
@@ -282,7 +283,7 @@ class _TimedTransfer:
 
 
 class _TimedTransport:
-    """A transport, with a clock at every wait for a transfer."""
+    """A transport that records every wait for a transfer."""
 
     def __init__(self, transport: Transport, record: Recording) -> None:
         self._transport = transport
@@ -293,13 +294,13 @@ class _TimedTransport:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Post a send."""
-        return self._posted(self._transport.send, tensor, peer, tag)
+        return self._post(self._transport.send, tensor, peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Post a receive."""
-        return self._posted(self._transport.receive, tensor, peer, tag)
+        return self._post(self._transport.receive, tensor, peer, tag)
 
-    def _posted(
+    def _post(
         self, post: Callable[[torch.Tensor, int, int], Pending], tensor: torch.Tensor, peer: int, tag: int
     ) -> Pending:
         return _TimedTransfer(post(tensor, peer, tag), self._record)

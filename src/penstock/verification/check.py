@@ -1,4 +1,4 @@
-"""Every check, one after the other."""
+"""Runs every check on a schedule."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from penstock.ir.actions import ComputationType
     from penstock.verification.findings import Problem
 
-#: What point-to-point communication in torch.distributed can show at its harshest.
+#: The strictest behaviour that point-to-point communication in torch.distributed can show.
 DEFAULT_MODEL: Final = CommModel(buffering="rendezvous", lanes="pair")
 
 
 def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit: float | None = None) -> list[Finding]:
-    """Everything that is wrong with a schedule; an empty list is a proof that it runs.
+    """Return everything that is wrong with a schedule; an empty list is a proof that it runs.
 
     >>> from penstock.ir.schedule import Schedule
     >>> check(Schedule([["0F0", "0B0"], ["1F0", "1B0"]]))
@@ -46,7 +46,7 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
     Args:
         schedule: compute-only or lowered.
         model: how communication behaves.
-        memory_limit: how many activations, of a stage and a microbatch each, a rank has room for.
+        memory_limit: how many activations, each of one stage and microbatch, a rank can hold.
     """
     _check_arguments(schedule, model, memory_limit)
     return _all_findings(ActionTable(schedule), model, memory_limit)
@@ -63,14 +63,14 @@ def _all_findings(actions: ActionTable, model: CommModel, memory_limit: float | 
 
 
 def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit: float | None = None) -> None:
-    """Raise ``VerificationError`` with everything that is wrong, shown on the grid; return if nothing is."""
+    """Raise ``VerificationError`` with everything that is wrong, shown on the grid, or return if nothing is."""
     _raise_if_any(schedule, check(schedule, model=model, memory_limit=memory_limit))
 
 
 def verify_structure(schedule: Schedule) -> ActionTable:
-    """``verify`` without the proof that nothing waits in a circle: for who proves that on the way.
+    """Verify everything but the absence of deadlock, for callers that prove that themselves.
 
-    What has been looked at is returned, so that nobody else need take the schedule apart.
+    Return the action table, so that callers need not build it again.
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     actions = ActionTable(schedule)
@@ -88,17 +88,17 @@ def verify_change(
     model: CommModel = DEFAULT_MODEL,
     turns: Positions | None = None,
 ) -> ActionTable:
-    """``verify(after)``, at the cost of what is new: ``before`` is proved, and only actions ``touched`` came or moved.
+    """Verify a schedule that differs from a verified one only in actions of the ``touched`` types.
 
-    Only the checks that these types have to do with are made again. If anything else has changed, all are. The leaves
-    of what is proved now are returned.
+    Repeats only the checks that these types can affect, or all of them if anything else has changed. Returns the action
+    table of the new schedule.
 
     Args:
-        before: what is proved.
-        after: what is to be proved.
-        touched: the types of the actions that came or moved.
+        before: the schedule that is already verified.
+        after: the schedule to verify.
+        touched: the types of the actions that were added or moved.
         model: how communication behaves.
-        turns: a witness that nothing waits in a circle, see ``check_deadlock``.
+        turns: a witness that there is no deadlock, see ``check_deadlock``.
     """
     actions = before.extended_to(after, touched) if touched.isdisjoint(COMPUTE) else None
     if actions is None:
@@ -120,10 +120,10 @@ def verify_change(
 
 
 def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
-    """Under which communication models the schedule is free of deadlock, the harshest first.
+    """Return for every communication model whether the schedule is free of deadlock, the strictest model first.
 
     Raises:
-        VerificationError: something else is wrong with it, so that what waits for what is not known.
+        VerificationError: something else is wrong, so it is unknown what waits for what.
     """
     _check_arguments(schedule, DEFAULT_MODEL, None)
     actions = ActionTable(schedule)
@@ -137,7 +137,7 @@ def _raise_if_any(schedule: Schedule, findings: list[Finding]) -> None:
 
 
 def _structure(actions: ActionTable) -> list[Iterator[Problem]]:
-    """Everything but waiting and memory."""
+    """Return all checks but those of deadlock and memory."""
     return [
         check_placement(actions),
         check_duplicates(actions),
@@ -151,12 +151,14 @@ def _structure(actions: ActionTable) -> list[Iterator[Problem]]:
 
 def _check_arguments(schedule: object, model: object, memory_limit: object) -> None:
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"a Schedule can be checked, not {schedule!r}")
+        raise ScheduleError(f"expected a Schedule, got {schedule!r}")
     if not isinstance(model, CommModel):
-        raise ModelError(f"a model is a CommModel, e.g. CommModel('rendezvous', 'pair'), not {model!r}")
+        raise ModelError(f"model must be a CommModel, e.g. CommModel('rendezvous', 'pair'), got {model!r}")
     if memory_limit is not None and not _is_limit(memory_limit):
         raise SizeError(
-            f"memory_limit must be a number from 0, not {memory_limit!r}", field="memory_limit", value=memory_limit
+            f"memory_limit must be a non-negative number, got {memory_limit!r}",
+            field="memory_limit",
+            value=memory_limit,
         )
 
 
@@ -165,7 +167,7 @@ def _is_limit(value: object) -> bool:
 
 
 def _sparse_finding(schedule: Schedule) -> Finding:
-    """So much is missing that one example has to do."""
+    """Report one example of the many missing actions."""
     codes = schedule.codes
     mine = codes[(packed.types(codes) == packed.TYPE_NUMBER[FORWARD]) & (packed.stages(codes) == 0)]
     numbers = set(packed.microbatches(mine).tolist())
@@ -177,7 +179,7 @@ def _sparse_finding(schedule: Schedule) -> Finding:
         schedule.placement.rank_of[0],
         None,
         action,
-        f"{action} is missing, and much more: {schedule.stages} stages times {schedule.microbatches} microbatches "
-        f"need {wanted} forwards, and there are only {len(codes)} actions",
-        "number the microbatches from 0 without a gap; if their number is given, give the right one",
+        f"{action} is missing, as are most others: {schedule.stages} stages x {schedule.microbatches} microbatches "
+        f"need {wanted} forwards, but there are only {len(codes)} actions",
+        "number the microbatches from 0 without gaps, and check the number of microbatches if it is given",
     )

@@ -1,4 +1,4 @@
-"""Every stage runs every microbatch exactly once, on its own rank, forward and (if there is any) backward."""
+"""Checks that every stage runs every microbatch exactly once, on its own rank, forward and (if any) backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_placement(actions: ActionTable) -> Iterator[Problem]:
-    """Actions on a rank that does not hold their stage, and microbatches that there are not."""
+    """Find actions on the wrong rank, and stages and microbatches that do not exist."""
     schedule = actions.schedule
     if actions.all_placed:
         return
@@ -35,10 +35,8 @@ def check_placement(actions: ActionTable) -> Iterator[Problem]:
     def describe(position: int) -> Finding:
         action, (rank, step) = action_at(actions, position), rank_and_step(actions, position)
         home = int(actions.rank_of_stage[actions.stage[position]])
-        return Finding(
-            "misplaced", rank, step, action, f"{action} is here, but stage {action.stage_index} is on rank {home}",
-            f"move it to rank {home}", ((rank, step),),
-        )  # fmt: skip
+        message = f"{action} is on the wrong rank: stage {action.stage_index} is on rank {home}"
+        return Finding("misplaced", rank, step, action, message, f"move it to rank {home}", ((rank, step),))
 
     def describe_stage(position: int) -> Finding:
         known = _count(schedule.stages, "stage")
@@ -57,7 +55,7 @@ def check_placement(actions: ActionTable) -> Iterator[Problem]:
 
 
 def check_duplicates(actions: ActionTable) -> Iterator[Problem]:
-    """The same action twice."""
+    """Find actions that appear twice."""
     again = actions.duplicates
     if not len(again):
         return
@@ -67,12 +65,12 @@ def check_duplicates(actions: ActionTable) -> Iterator[Problem]:
 
 
 def check_completeness(actions: ActionTable) -> Iterator[Problem]:
-    """What a stage does not do for a microbatch, and a backward that is there both whole and in halves."""
+    """Find missing actions, and backwards that appear both whole and in halves."""
     no_forward, no_whole, no_first, no_second = (
         actions.position_grid(kind) == NONE for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
     if not no_forward.any() and (no_first == no_second).all() and (no_whole != no_first).all():
-        return  # everything forward, and everything backward either whole or in its two halves
+        return  # every forward is there, and every backward is either whole or in two halves
     yield Problem("missing", np.flatnonzero(no_forward), _absent(actions, FORWARD))
     if (no_whole & no_first & no_second).all():
         return  # forward only

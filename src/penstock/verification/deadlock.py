@@ -1,4 +1,4 @@
-"""No rank waits for ever: the event graph has no cycle. If it has one, the cycle is the explanation."""
+"""Checks that no rank waits forever: the event graph has no cycle. If it has one, the cycle explains the deadlock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Wait(NamedTuple):
-    """One link of a cycle: places in the leaves, of what waits and of what it waits for, and why."""
+    """One link of a cycle: the positions of a waiting action and of what it waits for, and the reason."""
 
     waiting: int
     awaited: int
@@ -35,12 +35,12 @@ class Wait(NamedTuple):
 
 
 def is_deadlock_free(actions: ActionTable, model: CommModel) -> bool:
-    """Whether the schedule runs to its end under this model, as far as waiting goes. O(n log n)."""
+    """Return whether the schedule is free of deadlock under this model. O(n log n)."""
     return not (_starts(event_graph(actions, model)) == UNREACHED).any()
 
 
 def without_transfers(schedule: Schedule) -> Schedule:
-    """The schedule without its sends and receives: if it waits in a circle, no order of transfers can help."""
+    """Drop the sends and receives; if the rest deadlocks, no order of transfers can help."""
     kept = ~np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in TRANSFER_TYPES])
     return schedule.with_codes(schedule.codes[kept], np.append(0, np.cumsum(kept))[schedule.offsets])
 
@@ -48,10 +48,11 @@ def without_transfers(schedule: Schedule) -> Schedule:
 def check_deadlock(
     actions: ActionTable, model: CommModel, turns: Ints | None = None, *, only_problem: bool = True
 ) -> Iterator[Problem]:
-    """The cycle that a deadlock is made of.
+    """Find a deadlock, and the cycle that explains it.
 
-    Whoever made the schedule may hand over ``turns``, one per action. If everything that is waited for has an earlier
-    turn than what waits, there is no cycle, and no need to walk. ``only_problem`` says that nothing else is wrong.
+    The creator of the schedule may pass ``turns``, one per action. If everything that is awaited has an earlier turn
+    than what waits for it, there is no cycle, and the graph need not be walked. ``only_problem`` says that nothing else
+    is wrong with the schedule.
     """
     if turns is not None and all(_all_wait_for_earlier(part, model, turns) for part in rank_ranges(actions)):
         return
@@ -67,13 +68,13 @@ def check_deadlock(
 
 def _all_wait_for_earlier(part: RankRange, model: CommModel, turns: Ints) -> bool:
     within, cell = turns[part.begin : part.end], part.actions.cell[part.begin : part.end]
-    # What is one event has one turn, else the turns prove nothing.
+    # The parts of one event must have the same turn, otherwise the turns prove nothing.
     if ((cell[1:] == cell[:-1]) & (within[1:] != within[:-1])).any():
         return False
     if model.capacity == 0 and (turns[part.operation] != turns[part.partner]).any():
         return False
     for reason, awaited, waiting in part.edges(model):
-        # A receive may have the turn of its send: no circle is made of messages alone.
+        # A receive may have the same turn as its send: no cycle consists of messages alone.
         if (turns[awaited] + (reason != "message") > turns[waiting]).any():
             return False
     return True
@@ -84,11 +85,11 @@ def _starts(graph: EventGraph) -> Ints:
 
 
 class _BlockedGraph:
-    """The part of a graph that no walk reached: every node in it waits for another one in it.
+    """The unreached part of a graph, in which every node waits for another one.
 
-    A rank stands at its first action that was not reached, and a lane at its first operation; whatever comes later on
-    the rank or in the lane waits for those. So a walk from one such head to the next goes round within as many links as
-    there are heads, however long the rows are.
+    A rank is blocked at its first unreached action, and a lane at its first unreached operation; everything later on
+    the rank or in the lane waits for these. So a walk from one such head to the next closes a cycle within as many
+    links as there are heads, however long the rows are.
     """
 
     def __init__(self, graph: EventGraph, starts: Ints) -> None:
@@ -108,7 +109,7 @@ class _BlockedGraph:
         self.head_of_rank = dict(zip(ranks.tolist(), standing[first].tolist(), strict=True))
 
     def cycle(self) -> list[Wait]:
-        """A cycle of heads: each waits for the next, the last for the first."""
+        """Return a cycle of heads: each waits for the next, and the last for the first."""
         node = int(self.target[0])
         seen: dict[int, int] = {}
         path: list[Wait] = []
@@ -119,7 +120,7 @@ class _BlockedGraph:
         return path[seen[node] :]
 
     def _wait(self, node: int) -> Wait:
-        """What a node waits for: what its rank has to do first, else what is ahead in its lane, else what it needs."""
+        """Return what a node waits for: an earlier action of its rank, else one ahead in its lane, else its input."""
         start, end = np.searchsorted(self.target, [node, node + 1])
         edge = min(range(start, end), key=lambda number: _BY_REASON[REASONS[self.reason[number]]])
         waiting, awaited, reason = int(self.waiting[edge]), int(self.awaited[edge]), REASONS[self.reason[edge]]
@@ -142,15 +143,15 @@ class _BlockedGraph:
             operation = ahead[0]
 
 
-#: Which reason explains a wait best, if there are several.
+#: If there are several reasons for a wait, the one that explains it best comes first.
 _BY_REASON: Final = {
     reason: number for number, reason in enumerate(("post", "program", "lane", "room", "message", "use", "data"))
 }
 
 
 def _describe_cycle(actions: ActionTable, cycle: list[Wait], model: CommModel, *, only_problem: bool) -> Finding:
-    """In words: per rank where it is stuck, and what it would do for the rank before if it were not."""
-    stays = _waiting_ranks(actions, cycle)
+    """Describe the cycle: for each rank where it is blocked, and what the previous rank waits for it to do."""
+    blocked = _waiting_ranks(actions, cycle)
     links = [
         WaitingRank(
             int(actions.rank[stuck]),
@@ -158,18 +159,18 @@ def _describe_cycle(actions: ActionTable, cycle: list[Wait], model: CommModel, *
             None if wanted == stuck else str(action_at(actions, wanted)),
             reason == "room",
         )
-        for stuck, wanted, reason in stays
+        for stuck, wanted, reason in blocked
     ]
     message = describe_wait_chain(links, f"rank {links[0].rank}")
-    rank, step = rank_and_step(actions, stays[0][0])
+    rank, step = rank_and_step(actions, blocked[0][0])
     marks = tuple(
-        dict.fromkeys(rank_and_step(actions, position) for stay in stays[:MAX_LINKS] for position in stay[:2])
+        dict.fromkeys(rank_and_step(actions, position) for each in blocked[:MAX_LINKS] for position in each[:2])
     )
     return Finding(
         "deadlock",
         rank,
         step,
-        action_at(actions, stays[0][0]),
+        action_at(actions, blocked[0][0]),
         f"{message} (under {model})",
         _advice(actions, model, only_problem=only_problem),
         marks,
@@ -177,35 +178,35 @@ def _describe_cycle(actions: ActionTable, cycle: list[Wait], model: CommModel, *
 
 
 def _advice(actions: ActionTable, model: CommModel, *, only_problem: bool) -> str:
-    """What to do about a deadlock: moving transfers helps unless the compute actions alone wait in a circle."""
+    """Suggest a fix: moving transfers helps unless the compute actions alone deadlock."""
     if not actions.has_transfers:
-        return "reorder these: no order of transfers can help"
+        return "reorder these actions: no order of transfers can help"
     if not only_problem:
-        return "mend what else is wrong first, and check again"
+        return "fix the other findings first, then check again"
     compute = ActionTable(without_transfers(actions.schedule))
     graph = event_graph(compute, model)
     starts = _starts(graph)
     if (starts == UNREACHED).any():
-        stays = _waiting_ranks(compute, _BlockedGraph(graph, starts).cycle())[:MAX_LINKS]
+        blocked = _waiting_ranks(compute, _BlockedGraph(graph, starts).cycle())[:MAX_LINKS]
         stuck = ", ".join(
-            f"{action_at(compute, position)} on rank {compute.rank[position]}" for position, _, _ in stays
+            f"{action_at(compute, position)} on rank {compute.rank[position]}" for position, _, _ in blocked
         )
         return f"reorder the compute actions ({stuck}): no order of transfers can help"
-    return "reorder: penstock.repair(schedule, model), or penstock convert --repair, can move communication"
+    return "reorder the transfers, e.g. with penstock.repair(schedule, model) or penstock convert --repair"
 
 
 def _waiting_ranks(actions: ActionTable, cycle: list[Wait]) -> list[tuple[int, int, str]]:
-    """For each rank on the way round: where it is stuck, what the rank before waits for it to do, and why it waits."""
+    """Return for each rank of the cycle where it is blocked, what the previous rank waits for, and why it waits."""
     ranks = [int(actions.rank[wait.waiting]) for wait in cycle]
     changes = [number for number in range(len(cycle)) if ranks[number] != ranks[number - 1]] or [0]
     start = min(changes, key=lambda number: ranks[number])
     turned = cycle[start:] + cycle[:start]
-    stays: list[tuple[int, int, str]] = []
+    blocked: list[tuple[int, int, str]] = []
     for number, wait in enumerate(turned):
-        # What comes later, on the rank or in a lane, is not where it is stuck: the one at the head is.
+        # The rank is blocked at the head, not at what comes later on the rank or in the lane.
         stuck = wait.awaited if wait.reason in ("program", "post", "lane") else wait.waiting
         if number == 0 or actions.rank[wait.waiting] != actions.rank[turned[number - 1].waiting]:
-            stays.append((stuck, wait.waiting, wait.reason))
+            blocked.append((stuck, wait.waiting, wait.reason))
         else:
-            stays[-1] = (stuck, stays[-1][1], wait.reason)
-    return stays
+            blocked[-1] = (stuck, blocked[-1][1], wait.reason)
+    return blocked

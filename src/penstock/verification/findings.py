@@ -1,4 +1,4 @@
-"""What is wrong with a schedule, in facts and in words."""
+"""Describes what is wrong with a schedule, as data and in words."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from penstock.graph.action_table import ActionTable
     from penstock.ir.actions import Action
 
-#: More than this tells nobody more.
+#: More findings would not be read.
 MOST_FINDINGS: Final = 48
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One mistake in a schedule.
 
     Attributes:
-        kind: what sort of mistake it is, e.g. ``"missing"`` or ``"deadlock"``.
-        rank: the rank that it is on, where there is one.
-        step: the step in the rank's row, counted from 0; None for what is not there.
+        kind: the kind of mistake, e.g. ``"missing"`` or ``"deadlock"``.
+        rank: the rank that it is on, if it is a single one.
+        step: the step in the row of the rank, counted from 0; None for a missing action.
         action: the action that is wrong or missing.
         message: what is wrong.
         fix: what to do about it.
-        marks: every (rank, step) that has to do with it.
+        marks: every (rank, step) that is involved.
     """
 
     kind: str
@@ -51,12 +51,12 @@ class Finding:
 
 
 class Problem(NamedTuple):
-    """Mistakes of one kind: where they are, and how to put one into words when it is to be shown.
+    """All mistakes of one kind, described only when they are shown.
 
     Attributes:
         kind: as in ``Finding``.
-        positions: the places in the leaves; for what is missing, whatever ``describe`` understands.
-        describe: makes the finding for one of the places.
+        positions: the positions of the actions, or other numbers that ``describe`` takes.
+        describe: returns the finding for one of the positions.
     """
 
     kind: str
@@ -65,7 +65,7 @@ class Problem(NamedTuple):
 
 
 def describe_at(actions: ActionTable, kind: str, message: str, fix: str, *others: int) -> Callable[[int], Finding]:
-    """How to tell of an action that is there: ``{}`` in the words stands for it; ``others`` are marked with it."""
+    """Return a function that describes an action; ``{}`` in the texts stands for it, and ``others`` are marked too."""
 
     def describe(position: int) -> Finding:
         action = action_at(actions, position)
@@ -77,25 +77,25 @@ def describe_at(actions: ActionTable, kind: str, message: str, fix: str, *others
 
 
 def action_at(actions: ActionTable, position: int) -> Action:
-    """The action at this place of the leaves; a sub-action of an overlap is itself."""
+    """Return the action at this position; a sub-action of an overlap by itself."""
     found = packed.unpack_cells(actions.codes[position : position + 1] & ~packed.JOINED)[0]
     assert found is not None
     return found
 
 
 def rank_and_step(actions: ActionTable, position: int) -> tuple[int, int]:
-    """The rank and the step of this place."""
+    """Return the rank and the step of this position."""
     rank = int(actions.rank[position])
     return rank, int(actions.cell[position] - actions.first_cell[rank])
 
 
 def collect(checks: Iterable[Iterable[Problem]]) -> list[Problem]:
-    """What the checks found: the problems that are somewhere."""
+    """Run the checks, and return the problems that occur."""
     return [problem for check in checks for problem in check if len(problem.positions)]
 
 
 def report(problems: Sequence[Problem]) -> list[Finding]:
-    """The findings, as many as anybody reads, and a last one that counts the rest by kind."""
+    """Return the first findings of each problem, and a last one that counts the rest by kind."""
     if not problems:
         return []
     share = max(1, MOST_FINDINGS // len(problems))

@@ -1,4 +1,4 @@
-"""No rank holds more activations than its memory has room for."""
+"""Checks that no rank holds more activations than fit into its memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from penstock.graph.action_table import ActionTable, Positions
 
-#: What releases the activations of its stage and microbatch; an I needs them no less than the W after it.
+#: The types that release the activations of their stage and microbatch; an I does not, since the W still needs them.
 RELEASING: Final = (FULL_BACKWARD, BACKWARD_WEIGHT)
 
 
 def check_memory(actions: ActionTable, limit: float) -> Iterator[Problem]:
-    """Ranks that hold more activations than the limit, at the first action where they do.
+    """Find ranks that exceed the limit, at the first action that does.
 
-    One is held for a stage and a microbatch from its F to its B or W.
+    A rank holds one activation per stage and microbatch, from the F to the B or W.
     """
     held = _held(actions)
     over = np.flatnonzero(held > limit)
@@ -30,21 +30,21 @@ def check_memory(actions: ActionTable, limit: float) -> Iterator[Problem]:
 
     def describe(position: int) -> Finding:
         noun = "activation" if held[position] == 1 else "activations"
-        words = f"with {{}} the rank holds {held[position]} {noun}, and {limit} is the limit"
+        words = f"{{}} brings the rank to {held[position]} {noun}; the limit is {limit}"
         return describe_at(actions, "memory", words, _release(actions, position))(position)
 
     yield Problem("memory", over[first_over], describe)
 
 
 def peaks(actions: ActionTable) -> list[int]:
-    """How many activations each rank holds at most."""
+    """Return the most activations that each rank holds."""
     most = np.zeros(actions.schedule.ranks, np.int64)
     np.maximum.at(most, actions.rank, _held(actions))
     return [int(number) for number in most]
 
 
 def _held(actions: ActionTable) -> Positions:
-    """How many activations the rank holds with each action; what runs together is held together."""
+    """Return how many activations the rank holds with each action; sub-actions of an overlap count together."""
     change = np.zeros(len(actions), np.int64)
     change[actions.positions_of(FORWARD)] = 1
     change[actions.positions_of(*RELEASING)] = -1
@@ -59,7 +59,7 @@ def _held(actions: ActionTable) -> Positions:
 
 
 def _release(actions: ActionTable, position: int) -> str:
-    """What to run before this forward: what releases the activation of another microbatch that is held longest."""
+    """Suggest what to run before this forward: the release of the activation that is held longest."""
     forwards = actions.positions_of(FORWARD)
     forwards = forwards[
         (forwards < position) & (actions.rank[forwards] == actions.rank[position]) & actions.in_range[forwards]
@@ -68,6 +68,6 @@ def _release(actions: ActionTable, position: int) -> str:
     releases = actions.find_any(RELEASING, actions.stage[forwards], actions.microbatch[forwards])
     releases = releases[(releases != NONE) & (actions.cell[releases] >= actions.cell[position])]
     if not len(releases):
-        return "raise the limit: there is no B or W to run before it"
-    split = ": an I releases nothing, only a W or B does" if len(actions.positions_of(BACKWARD_WEIGHT)) else ""
+        return "raise the limit: no B or W can run before it"
+    split = ": an I releases nothing, only a B or W does" if len(actions.positions_of(BACKWARD_WEIGHT)) else ""
     return f"run {action_at(actions, releases[0])} before it{split}"

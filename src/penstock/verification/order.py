@@ -1,4 +1,4 @@
-"""On its own rank, what an action needs comes before it."""
+"""Checks that on each rank, an action comes after what it needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS: Final = {
 
 
 def check_order(actions: ActionTable) -> Iterator[Problem]:
-    """Actions that come before what they need."""
+    """Find actions that come before what they need."""
     if not any(_late(actions, *part).any() for part in actions.input_blocks):
         return
     waiting, awaited = actions.inputs
@@ -51,7 +51,7 @@ def check_order(actions: ActionTable) -> Iterator[Problem]:
 
 
 def _late(actions: ActionTable, waiting: Positions, awaited: Positions) -> NDArray[np.bool_]:
-    """Which of what is awaited does not come before what waits for it, on the same rank."""
+    """Return for each pair on the same rank whether the awaited action does not come first."""
     return np.asarray(
         (actions.cell[awaited] >= actions.cell[waiting]) & (actions.rank[awaited] == actions.rank[waiting])
     )

@@ -1,4 +1,4 @@
-"""Gradients are reduced once per stage, when they are complete."""
+"""Checks that gradients are reduced once per stage, when they are complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_reductions(actions: ActionTable) -> Iterator[Problem]:
-    """REDUCE_GRAD too early, twice or not at all; nothing in a schedule without any."""
+    """Find REDUCE_GRADs that are too early, duplicate or missing. Finds nothing in a schedule without any."""
     reductions = actions.positions_of(REDUCE_GRAD)
     reductions = reductions[actions.stages_at(reductions) < actions.schedule.stages]
     if not len(reductions):
@@ -26,10 +26,10 @@ def check_reductions(actions: ActionTable) -> Iterator[Problem]:
     if not actions.all_in_range:
         backwards = backwards[actions.stages_at(backwards) < actions.schedule.stages]
     last = np.full(actions.schedule.stages, -1, np.int64)
-    last[actions.stages_at(backwards)] = backwards  # in order: the last one stays
+    last[actions.stages_at(backwards)] = backwards  # in order, so the last one stays
     count = np.bincount(stage, minlength=actions.schedule.stages)
     if (count == (last >= 0)).all() and (last[stage] < reductions).all():
-        return  # one of every stage that has gradients, behind them
+        return  # one for every stage that has gradients, after them
     _, first = np.unique(stage, return_index=True)
     again = np.ones(len(reductions), bool)
     again[first] = False
@@ -54,7 +54,7 @@ def check_reductions(actions: ActionTable) -> Iterator[Problem]:
             rank,
             None,
             action,
-            f"{action} is missing, though other stages have theirs",
+            f"{action} is missing, although other stages have one",
             f"add it to rank {rank}",
         )
 
@@ -62,12 +62,12 @@ def check_reductions(actions: ActionTable) -> Iterator[Problem]:
 
 
 def _before_the_last(actions: ActionTable, last: Positions) -> Callable[[int], Finding]:
-    """How to tell of a reduction that stands before the last gradients of its stage."""
+    """Return a function that describes a reduction before the last gradients of its stage."""
 
     def describe(position: int) -> Finding:
         backward = int(last[actions.stage[position]])
-        words = f"{{}} comes before {action_at(actions, backward)}, the last gradients of the stage"
-        fix = f"move it behind {action_at(actions, backward)}"
+        words = f"{{}} comes before {action_at(actions, backward)}, which computes the last gradients of the stage"
+        fix = f"move it after {action_at(actions, backward)}"
         return describe_at(actions, "reduced_early", words, fix, backward)(position)
 
     return describe

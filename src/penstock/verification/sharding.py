@@ -1,4 +1,4 @@
-"""Parameters are gathered before they are used, and released after their last use."""
+"""Checks that parameters are unsharded before they are used, and resharded after their last use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_sharding(actions: ActionTable) -> Iterator[Problem]:
-    """Uses of parameters that are not there; nothing in a schedule without any UNSHARD or RESHARD."""
+    """Find uses of sharded parameters. Finds nothing in a schedule without any UNSHARD or RESHARD."""
     if not len(actions.positions_of(UNSHARD, RESHARD)):
         return
     positions = actions.positions_of(UNSHARD, RESHARD, *COMPUTE)
@@ -35,9 +35,9 @@ def check_sharding(actions: ActionTable) -> Iterator[Problem]:
     yield Problem(
         "unsharded_twice",
         positions[unshards & gathered],
-        describe_at(actions, "unsharded_twice", "{}, but the stage is unsharded already", "drop it"),
+        describe_at(actions, "unsharded_twice", "{}, but the stage is already unsharded", "drop it"),
     )
-    # Behind uses that lack an UNSHARD a RESHARD is not what is wrong: with the UNSHARD it is right.
+    # After uses that lack an UNSHARD, the RESHARD is not the mistake: it is correct once the UNSHARD is added.
     yield Problem(
         "resharded_twice",
         positions[changes & ~unshards & ~gathered & behind_change],
@@ -46,14 +46,14 @@ def check_sharding(actions: ActionTable) -> Iterator[Problem]:
 
 
 class _Uses(NamedTuple):
-    """The uses of parameters and the changes to them, stage by stage, in order.
+    """The uses of parameters and their UNSHARDs and RESHARDs (changes), stage by stage, in order.
 
     Attributes:
-        positions: where they are.
+        positions: the positions of all of them.
         stage: the stage of each.
-        unshards: which of them are an UNSHARD.
-        changes: which are that or a RESHARD.
-        gathered: which of them find the parameters gathered.
+        unshards: whether each is an UNSHARD.
+        changes: whether each is an UNSHARD or a RESHARD.
+        gathered: whether the parameters are unsharded when each begins.
     """
 
     positions: Positions
@@ -64,13 +64,13 @@ class _Uses(NamedTuple):
 
     @classmethod
     def of(cls, actions: ActionTable, positions: Positions) -> _Uses:
-        """Those at these places."""
+        """Return those at these positions."""
         stage = packed.stages(actions.codes[positions])
         order = stable_order(stage)
         positions, stage = positions[order], stage[order]
         unshards = actions.is_kind(positions, UNSHARD)
         changes = unshards | actions.is_kind(positions, RESHARD)
-        # The last change before each of them, if it is of the same stage.
+        # The last change before each, if it is of the same stage.
         last = np.zeros(len(positions), np.int64)
         np.maximum.accumulate((changes * np.arange(len(positions)))[:-1], out=last[1:])
         gathered = unshards[last] & (stage[last] == stage)
@@ -79,12 +79,12 @@ class _Uses(NamedTuple):
 
     @property
     def is_consistent(self) -> bool:
-        """Whether whatever is not an UNSHARD has the parameters, and no UNSHARD has."""
+        """Whether every UNSHARD finds the parameters sharded, and everything else finds them unsharded."""
         return bool((self.gathered != self.unshards).all())
 
 
 def _in_parts(actions: ActionTable, positions: Positions) -> Iterator[Positions]:
-    """The places on some ranks at once, as many as fill a block: if all are at home, each stage is on one of them."""
+    """Yield the positions of some ranks at a time, which fill a block. All must be placed: a stage is on one rank."""
     if len(blocks(len(positions))) == 1:
         return iter((positions,))
     bounds = positions.searchsorted(actions.offsets).tolist()
@@ -94,13 +94,13 @@ def _in_parts(actions: ActionTable, positions: Positions) -> Iterator[Positions]
 def _starved(
     actions: ActionTable, positions: Positions, first: NDArray[np.bool_], ends: NDArray[np.bool_]
 ) -> Iterator[Problem]:
-    """Uses without parameters, one problem for all up to the next change: the first use, and what to do.
+    """Report uses of sharded parameters: one problem for all uses up to the next change, at the first of them.
 
     Args:
         actions: the actions.
-        positions: where the uses and changes are, stage by stage, in order.
-        first: which of them are the first use without parameters.
-        ends: which of them are a change, or the first of a stage.
+        positions: the positions of uses and changes, stage by stage, in order.
+        first: whether each is the first use of sharded parameters.
+        ends: whether each is a change, or the first of its stage.
     """
     boundaries = np.append(ends.nonzero()[0], len(positions))
 
@@ -119,7 +119,7 @@ def _starved(
 
 
 class _Run(NamedTuple):
-    """Uses of a stage in a row without its parameters, and the changes before and after them, where there are any."""
+    """Consecutive uses of a stage while it is sharded, and the changes before and after them, if any."""
 
     first: int
     last: int
@@ -129,7 +129,7 @@ class _Run(NamedTuple):
 
 
 def _more(actions: ActionTable, run: _Run) -> str:
-    """The uses behind the first one, in words."""
+    """Describe the uses after the first one."""
     if run.uses == 1:
         return ""
     end = f"until {_named(actions, run.after)}" if run.after is not None else "to the end"
@@ -149,7 +149,7 @@ def _not_unsharded(actions: ActionTable, run: _Run) -> Finding:
         rank,
         step,
         action,
-        f"{action} runs on a stage that was not unsharded{_more(actions, run)}",
+        f"{action} runs on a stage that is not unsharded{_more(actions, run)}",
         f"{'move' if late else 'add'} {unshard} before it",
         ((rank, step),),
     )
@@ -160,9 +160,9 @@ def _resharded_in_use(actions: ActionTable, run: _Run) -> Finding:
     assert run.before is not None
     reshard, unshard = action_at(actions, run.before), Action(action.stage_index, UNSHARD)
     if run.after is None:
-        fix = f"move {reshard} behind {action_at(actions, run.last)}"
+        fix = f"move {reshard} after {action_at(actions, run.last)}"
     elif actions.is_kind(np.array([run.after]), UNSHARD).all():
-        fix = f"move {reshard} behind {action_at(actions, run.last)}, or {unshard} before {action}"
+        fix = f"move {reshard} after {action_at(actions, run.last)}, or {unshard} before {action}"
     else:
         fix = f"drop that {reshard}, or add {unshard} before {action}"
     return Finding(
@@ -170,7 +170,7 @@ def _resharded_in_use(actions: ActionTable, run: _Run) -> Finding:
         rank,
         step,
         action,
-        f"{action} runs on a stage that was resharded before it, by {_named(actions, run.before)}{_more(actions, run)}",
+        f"{action} runs on a stage that was already resharded, by {_named(actions, run.before)}{_more(actions, run)}",
         fix,
         (rank_and_step(actions, run.before), (rank, step)),
     )

@@ -1,4 +1,4 @@
-"""Everything that goes to another rank is sent once and received once, in time; nothing else is."""
+"""Checks that everything another rank needs is sent once and received once, in time, and nothing else is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_transfers(actions: ActionTable) -> Iterator[Problem]:
-    """What is wrong with sends and receives; nothing in a schedule that has none at all."""
+    """Find wrong sends and receives. Finds nothing in a schedule without any."""
     if not actions.has_transfers or all(_is_consistent(actions, transfer) for transfer in TRANSFERS):
         return
     for transfer in TRANSFERS:
@@ -38,7 +38,7 @@ def check_transfers(actions: ActionTable) -> Iterator[Problem]:
 
 
 def _is_consistent(actions: ActionTable, transfer: Transfer) -> bool:
-    """Whether everything that this kind of transfer is for is sent once and received once, in time."""
+    """Return whether everything that needs this type of transfer is sent once and received once, in time."""
     sent, received = actions.table(transfer.send), actions.table(transfer.receive)
     made, needed = actions.first_table(transfer.made_by), actions.first_table(transfer.needed_by)
     count = 0
@@ -57,27 +57,29 @@ def _is_consistent(actions: ActionTable, transfer: Transfer) -> bool:
 
 
 def _across(actions: ActionTable, kind: ComputationType, offset: int) -> Generator[Problem, None, Ints]:
-    """The operations of this type that go between two ranks; the others are problems."""
+    """Return the operations of this type that go between two ranks; report the others as problems."""
     mine = actions.positions_in_range(kind)
     peer = actions.stage[mine] + offset
     inside = (peer >= 0) & (peer < actions.stages)
     yield Problem(
         "misdirected",
         mine[~inside],
-        describe_at(actions, "misdirected", "{} has no stage on its other side", "drop it"),
+        describe_at(actions, "misdirected", "{} has no neighbouring stage to exchange with", "drop it"),
     )
     mine, peer = mine[inside], peer[inside]
     away = actions.rank_of_stage[peer] != actions.rank_of_stage[actions.stage[mine]]
     yield Problem(
         "self_directed",
         mine[~away],
-        describe_at(actions, "self_directed", "{} is between two stages on one rank", "drop it: they share memory"),
+        describe_at(
+            actions, "self_directed", "{} is between two stages on the same rank", "drop it: they share memory"
+        ),
     )
     return np.asarray(mine[away])
 
 
 def _unmatched(actions: ActionTable, mine: Ints, transfer: Transfer, other: ComputationType) -> Problem:
-    """Operations whose other side, which is of this type, is not there."""
+    """Report operations whose counterpart, of type ``other``, is missing."""
     receiving = other is transfer.receive
     offset = transfer.stage_offset if receiving else -transfer.stage_offset
     partners = transfer.needed_by if receiving else transfer.made_by
@@ -86,7 +88,7 @@ def _unmatched(actions: ActionTable, mine: Ints, transfer: Transfer, other: Comp
         stage, microbatch = int(actions.stage[position]) + offset, int(actions.microbatch[position])
         absent, rank = Action(stage, other, microbatch), int(actions.rank_of_stage[stage])
         partner = int(actions.find_any(partners, np.array(stage), np.array(microbatch)))
-        where = f" {'before' if receiving else 'behind'} {action_at(actions, partner)}" if partner != NONE else ""
+        where = f" {'before' if receiving else 'after'} {action_at(actions, partner)}" if partner != NONE else ""
         return describe_at(
             actions, "unmatched", f"{{}} has no {absent} on rank {rank}", f"add {absent}{where} on rank {rank}"
         )(position)
@@ -101,7 +103,7 @@ def _untimely(actions: ActionTable, transfer: Transfer, sends: Ints, receives: I
 
     def describe_early(number: int) -> Finding:
         made = action_at(actions, maker[number])
-        words, fix = f"{{}} comes before {made}, which makes what it sends", f"move it behind {made}"
+        words, fix = f"{{}} comes before {made}, which produces what it sends", f"move it after {made}"
         return describe_at(actions, "send_too_early", words, fix, maker[number])(sends[number])
 
     yield Problem("send_too_early", early.nonzero()[0], describe_early)
@@ -117,7 +119,7 @@ def _untimely(actions: ActionTable, transfer: Transfer, sends: Ints, receives: I
 
 
 def _unsent(actions: ActionTable, transfer: Transfer) -> Iterator[Problem]:
-    """What is used on another rank than it is made on, and neither sent nor received."""
+    """Report what one rank produces and another uses, but is neither sent nor received."""
     users = actions.first_placed(transfer.needed_by)
     source = actions.stage[users] - transfer.stage_offset
     inside = (source >= 0) & (source < actions.schedule.stages)
@@ -139,7 +141,7 @@ def _needing(actions: ActionTable, transfer: Transfer) -> Callable[[int], Findin
         send = Action(stage - transfer.stage_offset, transfer.send, microbatch)
         receive = Action(stage, transfer.receive, microbatch)
         sender, receiver = int(actions.rank_of_stage[send.stage_index]), int(actions.rank_of_stage[stage])
-        words = f"{{}} needs what stage {send.stage_index} makes on rank {sender}, and nobody sends it"
+        words = f"{{}} needs the output of stage {send.stage_index} on rank {sender}, which is not sent"
         fix = f"add {send} on rank {sender} and {receive} on rank {receiver}"
         return describe_at(actions, "not_transferred", words, fix)(position)
 

@@ -1,4 +1,4 @@
-"""The parts of the grid that the findings are in, with a mark at each."""
+"""Draws the parts of the grid that contain findings, with a mark at each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.verification.findings import Finding
 
-#: As many steps and ranks as a terminal shows.
+#: The number of steps and ranks that fit a terminal.
 STEPS: Final = 14
 RANKS: Final = 12
-#: More ranks than that are not shown even if a finding spans them.
+#: No more ranks than this are shown, even if a finding spans more.
 MOST_RANKS: Final = 48
-#: More windows than that tell nobody more.
+#: More windows would not be read.
 MOST_WINDOWS: Final = 3
 
 
@@ -29,17 +29,17 @@ class Window(NamedTuple):
     steps: range
 
     def shows(self, mark: Mark) -> bool:
-        """Whether the marked step is in it."""
+        """Return whether the marked step is in the window."""
         return mark[0] in self.ranks and mark[1] in self.steps
 
 
 def draw_findings(schedule: Schedule, findings: Sequence[Finding], width: int | None = None) -> str:
-    """The grid as written: all of it if it is small, else a window around each of the first few places of the findings.
+    """Draw the grid as written: all of it if it is small, otherwise windows around the first few marks.
 
     Args:
-        schedule: what was checked.
+        schedule: the schedule.
         findings: what is wrong with it.
-        width: fold it into so many columns.
+        width: the number of columns to fold the drawing to.
     """
     length = schedule.steps
     windows: list[Window] = []
@@ -53,7 +53,7 @@ def draw_findings(schedule: Schedule, findings: Sequence[Finding], width: int | 
 
 
 def _around_mark(ranks: int, steps: int, finding: Finding, mark: Mark) -> Window:
-    """A window in which the mark is, and as far as it goes what else the finding marks in these steps."""
+    """Return a window that shows the mark and, if possible, the other marks of the finding in these steps."""
     shown = _around(mark[1], steps, STEPS)
     others = [rank for rank, step in finding.marks if step in shown]
     low, high = min(others), max(others)
@@ -68,7 +68,7 @@ def _around(position: int, total: int, size: int) -> range:
 
 
 def _drawn(schedule: Schedule, length: int, window: Window, marks: Sequence[Mark], width: int | None) -> str:
-    """The window with the marks that are in it; if it does not show everything, a line above says what it shows."""
+    """Draw the window with its marks; if it does not show everything, a line above says what it shows."""
     shown = [mark for mark in marks if window.shows(mark)]
     drawn = grid.draw(schedule, aligned=False, mark=shown or None, ranks=window.ranks, steps=window.steps, width=width)
     parts = [

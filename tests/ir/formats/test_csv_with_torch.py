@@ -60,5 +60,5 @@ def test_torch_takes_the_schedules_that_it_does_not_have(tmp_path, name):
 def test_an_idle_row_of_one_cell(tmp_path):
     """The csv module writes a lone empty cell as two quotes."""
     (tmp_path / "it.csv").write_bytes(b'""\r\n0F0\r\n')
-    with pytest.raises(ps.FormatError, match="rank 0 does nothing"):
+    with pytest.raises(ps.FormatError, match="rank 0 has no actions"):
         ps.read(tmp_path / "it.csv")

@@ -48,8 +48,8 @@ def test_json_keeps_what_rows_do_not_tell(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"microbatches": 4}, "they do not tell the 4 microbatches; write it as .json"),
-        ({"placement": ps.Placement.loop(2, 3)}, "they do not tell the placement; write it as .json"),
+        ({"microbatches": 4}, "which do not determine the 4 microbatches; write a .json file"),
+        ({"placement": ps.Placement.loop(2, 3)}, "which do not determine the placement; write a .json file"),
     ],
 )
 def test_rows_refuse_what_they_would_lose(tmp_path, suffix, extra, told):
@@ -59,7 +59,7 @@ def test_rows_refuse_what_they_would_lose(tmp_path, suffix, extra, told):
 
 
 def test_rows_refuse_a_rank_without_actions(tmp_path):
-    with pytest.raises(ps.WriteError, match=r"rank 1 does nothing.*write it as \.json"):
+    with pytest.raises(ps.WriteError, match=r"rank 1 has no actions.*write a \.json file"):
         ps.Schedule([["0F0"], []], placement=ps.Placement((0,), 2)).write(tmp_path / "it.csv")
 
 
@@ -81,9 +81,9 @@ def test_json_is_a_line_per_rank_with_a_version(tmp_path):
 
 
 def test_metadata_that_json_does_not_know(tmp_path):
-    with pytest.raises(ps.WriteError, match="the metadata do not fit into JSON"):
+    with pytest.raises(ps.WriteError, match="the metadata cannot be represented in JSON"):
         ps.Schedule([["0F0"]], metadata={"name": object()}).write(tmp_path / "it.json")
-    with pytest.raises(ps.WriteError, match="the metadata do not fit into JSON"):
+    with pytest.raises(ps.WriteError, match="the metadata cannot be represented in JSON"):
         ps.Schedule([["0F0"]], metadata={"cost": float("nan")}).write(tmp_path / "it.json")
 
 
@@ -142,7 +142,7 @@ def test_a_long_name_of_wide_letters(tmp_path):
 
 @pytest.mark.parametrize("metadata", [{1: "a"}, {1: "a", "1": "b"}, {"sizes": (1, 2)}])
 def test_metadata_that_json_would_change(tmp_path, metadata):
-    with pytest.raises(ps.WriteError, match="use text for keys, and lists rather than tuples"):
+    with pytest.raises(ps.WriteError, match="use strings for keys, and lists, not tuples"):
         ps.Schedule([["0F0"]], metadata=metadata).write(tmp_path / "it.json")
 
 
@@ -180,8 +180,8 @@ def test_json_keeps_everything(folder, schedule, data):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("it.yaml", "the suffix '.yaml' is not one of a schedule; name it *.csv, *.json or *.txt"),
-        ("it", "a name without a suffix is not one of a schedule"),
+        ("it.yaml", "unknown suffix '.yaml'; use *.csv, *.json or *.txt"),
+        ("it", "the file name has no suffix"),
         ("missing/it.csv", "No such file or directory"),
         ("nul\0.csv", "embedded null byte"),
     ],

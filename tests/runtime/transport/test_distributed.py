@@ -1,4 +1,4 @@
-"""The transport on real processes. A launch has many checks; each has a time limit, after which stacks are shown."""
+"""The transport on real processes. One launch makes many checks, and shows the stacks if it exceeds its limit."""
 
 import gc
 import os
@@ -23,20 +23,20 @@ from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.protocol import Failure, Transport
 from runtime.workers import Ended, Workers
 
-#: Every rank knows within so many seconds.
+#: How many seconds a failure may take to reach every rank.
 SOON = 5.0
 ALL_PAIRS = [(first, second) for second in range(4) for first in range(second)]
 
 
 def in_step(transport, label, peer):
-    """Say where this rank is, as the executor does."""
+    """Set where this rank is, as a program does."""
     transport.progress.labels, transport.progress.peers = (label,), (peer,)
     transport.progress.step += 1
     transport.progress.index = 0
 
 
 def outcome(transport, action):
-    """Do as the executor does when an action raises: what the user is told, and how long it took."""
+    """Handle an error as the runtime does when an action raises; returns the failure, and how long it took."""
     began = time.monotonic()
     try:
         action()
@@ -44,13 +44,12 @@ def outcome(transport, action):
         failure = transport.explain(error)
         if failure is None:
             raise
-        told = transport.fail(failure)
-        return told, time.monotonic() - began
+        return transport.fail(failure), time.monotonic() - began
     return None, time.monotonic() - began
 
 
 def compute(transport, seconds):
-    """Compute until the time is over, or a failure is known at the next call."""
+    """Compute until the time is over, or until a failure is known, which the next call raises."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(0.05)
@@ -59,7 +58,7 @@ def compute(transport, seconds):
 
 
 def failure_of(transport):
-    """The failure that is told, as soon as it is."""
+    """Wait for a reported failure."""
     end = time.monotonic() + SOON
     while (failure := transport.failure()) is None and time.monotonic() < end:
         time.sleep(0.05)
@@ -67,7 +66,7 @@ def failure_of(transport):
 
 
 def check_dead(transport):
-    """After a failure, every call says so at once."""
+    """Check that every call raises the failure at once."""
     began = time.monotonic()
     for call in (
         lambda: transport.send(torch.zeros(1), 0, 0),
@@ -94,7 +93,7 @@ def messages(rank, ranks, *, group):
     out_of_order(transport)
     beside_another(transport, group)
     in_many_forms(transport)
-    words_and_rounds(transport)
+    bytes_and_rounds(transport)
     transport.close()
     transport.close()
     with pytest.raises(TransportError, match="is closed"):
@@ -120,7 +119,7 @@ def out_of_order(transport):
 
 
 def beside_another(transport, group):
-    """Two transports have tags of their own."""
+    """Two transports do not share tags."""
     other = DistributedTransport(group, timeout=20)
     following, before = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
     first, second = torch.zeros(1), torch.zeros(1)
@@ -137,7 +136,7 @@ def beside_another(transport, group):
 
 
 def in_many_forms(transport):
-    """Of every type, without dimensions or elements, with a gradient; but not in another order than that of memory."""
+    """Tensors of every type, without dimensions or elements, with a gradient; but not a non-contiguous one."""
     following, before = (transport.rank + 1) % transport.ranks, (transport.rank - 1) % transport.ranks
     bits = torch.tensor([0, 1] * 16, dtype=torch.uint8)
     tensors = [bits.view(dtype).reshape(2, -1) for dtype in DTYPES]
@@ -152,7 +151,7 @@ def in_many_forms(transport):
     turned = torch.arange(12.0).reshape(3, 4).t()
     with pytest.raises(TransportError, match=r"must be contiguous; this one has strides \[1, 4\]"):
         transport.send(turned, following, 0)
-    with pytest.raises((ValueError, RuntimeError)):  # of the backend, or of the view in bytes
+    with pytest.raises((ValueError, RuntimeError)):  # from the backend, or from the view as bytes
         transport.receive(turned, before, 0)
 
 
@@ -160,8 +159,8 @@ def raw(tensor):
     return tensor.detach().reshape(-1).view(torch.uint8).tolist()
 
 
-def words_and_rounds(transport):
-    """In order, and nothing is left in the store."""
+def bytes_and_rounds(transport):
+    """Messages arrive in order, and nothing is left in the store."""
     rank, ranks = transport.rank, transport.ranks
     following, before = (rank + 1) % ranks, (rank - 1) % ranks
     kept = []
@@ -175,11 +174,11 @@ def words_and_rounds(transport):
         transport.exchange(b"")
         kept.append(transport._board._store.num_keys())
         transport.exchange(b"")
-    assert max(kept) - min(kept) < 3 * ranks  # what is under way; a hundred keys for each rank have been used
+    assert max(kept) - min(kept) < 3 * ranks  # those in flight; a hundred keys per rank have been used
 
 
 def forgotten(group):
-    """A transport that nobody holds any more ends its thread."""
+    """A transport without references ends its thread."""
     transport = DistributedTransport(group, timeout=20)
     transport.exchange(b"")
     del transport
@@ -192,14 +191,14 @@ def test_messages(workers):
 
 
 def two_by_two(rank, ranks):
-    """Groups of some of the processes; only their members make transports, and ranks are those in the group."""
+    """Groups of some of the processes: only members create transports, and ranks are those in the group."""
     members = [[3, 0], [1, 2]]
     groups = [dist.new_group(ranks, sort_ranks=False) for ranks in members]
     mine = rank in members[1]
     with pytest.raises(TransportError, match="not a member of the given group"):
         DistributedTransport(groups[not mine])
     if rank == 0:
-        dist.new_group([0], use_local_synchronization=True)  # one rank has made more groups than the others
+        dist.new_group([0], use_local_synchronization=True)  # one rank has created more groups than the others
     transport = DistributedTransport(groups[mine], timeout=20)
     assert transport.rank == members[mine].index(rank)
     transport.connect([(0, 1)])
@@ -212,7 +211,7 @@ def two_by_two(rank, ranks):
 
 def test_groups_of_some_processes(workers):
     workers.run(two_by_two, fresh=True)
-    workers.close()  # one of them has a group more now
+    workers.close()  # one of them has one more group now
 
 
 def gloo_by_another_name(store, rank, ranks, timeout):
@@ -220,7 +219,7 @@ def gloo_by_another_name(store, rank, ranks, timeout):
 
 
 def another_backend(rank, ranks):
-    """A backend that nothing is known of: the harsher model, and a process group in place of a bare backend."""
+    """An unknown backend: the stricter model, and a process group instead of a bare backend."""
     dist.Backend.register_backend("by_another_name", gloo_by_another_name, devices=["cpu"])
     group = dist.new_group(range(ranks), backend="by_another_name")
     transport = DistributedTransport(group, timeout=20)
@@ -228,7 +227,7 @@ def another_backend(rank, ranks):
     transport.connect([(0, 1), (1, 2)])
     out_of_order(transport)
     in_many_forms(transport)
-    words_and_rounds(transport)
+    bytes_and_rounds(transport)
     transport.close()
     with pytest.raises(TransportError, match="has no backend for tensors on cuda:1, only cpu:by_another_name"):
         DistributedTransport(group, device=torch.device("cuda:1"))
@@ -236,12 +235,12 @@ def another_backend(rank, ranks):
 
 
 def one_for_each_device(rank, ranks):
-    """A group with two backends: which one it is depends on where the tensors are."""
+    """A group with two backends: the device of the tensors decides which one is used."""
     dist.Backend.register_backend("by_another_name", gloo_by_another_name, devices=["cpu", "cuda"])
     group = dist.new_group(range(ranks), backend="cpu:gloo,cuda:by_another_name")
     transport = DistributedTransport(group, timeout=20, device=torch.device("cpu"))
     assert transport.model == CommModel("rendezvous", "message")
-    transport.exchange(b"")  # nobody closes while another still connects
+    transport.exchange(b"")  # no rank closes while another still connects
     transport.close()
     with pytest.raises(TransportError, match=r"rank 0: gloo, rank 1: by_another_name\); put all stages on"):
         DistributedTransport(group, timeout=20, device=torch.device(("cpu", "cuda:1")[rank]))
@@ -276,7 +275,7 @@ def test_one_rank(workers):
 FAILURE = Failure(1, "rank 1 raised ValueError: no luck", "1F2", 1, 2, "Traceback ...")
 
 
-def one_tells(rank, ranks, others, *, group):
+def one_reports(rank, ranks, others, *, group):
     transport = DistributedTransport(group, timeout=30)
     transport.connect(ALL_PAIRS)
     in_step(transport, f"{rank}F0", None if rank in (1, 3) else 1)
@@ -285,13 +284,13 @@ def one_tells(rank, ranks, others, *, group):
         time.sleep(0.3)
         began = time.monotonic()
         assert transport.fail(FAILURE) == FAILURE
-        told, seconds = transport.fail(Failure(1, "late")), time.monotonic() - began
+        failure, seconds = transport.fail(Failure(1, "late")), time.monotonic() - began
     else:
-        told, seconds = outcome(transport, ACTIONS[others[rank]](transport))
-    assert told == FAILURE
+        failure, seconds = outcome(transport, ACTIONS[others[rank]](transport))
+    assert failure == FAILURE
     assert seconds < SOON
     check_dead(transport)
-    dist.barrier(group)  # the news ends the waits, not that the others close
+    dist.barrier(group)  # the report ends the waits, not the closing of the others
     transport.close()
     return seconds
 
@@ -315,19 +314,19 @@ ACTIONS = {
     ],
 )
 def test_a_failure_ends_every_wait(workers, others):
-    workers.run(one_tells, others, limit=40)
+    workers.run(one_reports, others, limit=40)
 
 
 def without_a_name(rank, ranks, port, backend):
-    """The group has no backend by name; for CPU tensors it is gloo all the same."""
+    """The group was created without the name of a backend; for CPU tensors it is gloo all the same."""
     dist.destroy_process_group()
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     assert dist.get_backend() != "gloo"
     transport = DistributedTransport(timeout=30, device=torch.device("cpu"))
     assert transport.model == CommModel("rendezvous", "message")
-    transport.exchange(b"")  # nobody closes while another still connects
+    transport.exchange(b"")  # no rank closes while another still connects
     transport.close()
-    return one_tells(rank, ranks, ("receive", "", "send", "receive"), group=None)
+    return one_reports(rank, ranks, ("receive", "", "send", "receive"), group=None)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
@@ -336,7 +335,7 @@ def test_a_failure_in_a_group_without_a_backend_by_name(backend):
         assert max(pool.run(without_a_name, free_port(), backend, limit=40)) < SOON
 
 
-def told_while_idle(rank, ranks, *, group):
+def fails_while_idle(rank, ranks, *, group):
     transport = DistributedTransport(group, timeout=30)
     transport.exchange(b"")
     if rank == 1:
@@ -346,8 +345,8 @@ def told_while_idle(rank, ranks, *, group):
     transport.close()
 
 
-def test_who_is_idle_learns_at_the_next_call(workers):
-    workers.run(told_while_idle, ranks=2)
+def test_an_idle_rank_learns_of_a_failure_at_its_next_call(workers):
+    workers.run(fails_while_idle, ranks=2)
 
 
 def garbage(rank, ranks, *, group):
@@ -356,8 +355,8 @@ def garbage(rank, ranks, *, group):
     transport.exchange(b"")
     if rank == 1:
         transport._board._store.set("failure", b"\x80\x04garbage")
-    told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), 1 - rank, 0).wait())
-    assert "a rank reported a failure that could not be decoded (9 bytes: b'\\x80\\x04garbage')" in told.message
+    failure, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), 1 - rank, 0).wait())
+    assert "a rank reported a failure that could not be decoded (9 bytes: b'\\x80\\x04garbage')" in failure.message
     assert seconds < SOON
     transport.close()
 
@@ -371,17 +370,17 @@ def stalls(rank, ranks, *, group):
     in_step(transport, ("0RECV_F3", "1RECV_F3", "2F1")[rank], (1, 2, None)[rank])
     transport.exchange(b"")
     if rank == 2:
-        told, seconds = outcome(transport, lambda: compute(transport, 20))
+        failure, seconds = outcome(transport, lambda: compute(transport, 20))
     else:
-        told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), rank + 1, 0).wait())
+        failure, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), rank + 1, 0).wait())
     transport.close()
-    return told.message, seconds
+    return failure.message, seconds
 
 
 def test_a_rank_that_stalls(workers):
     results = workers.run(stalls, ranks=3, limit=30)
     (message,) = {message for message, _ in results}
-    # Rank 0, which waits for rank 1, may be the first to tell.
+    # Rank 0, which waits for rank 1, may be the first to report.
     assert re.search(r"rank 1(, which)? waits in 1RECV_F3 for rank 2, which has been in 2F1 for \d s", message)
     assert max(seconds for _, seconds in results) < 2.5 + SOON
 
@@ -403,7 +402,7 @@ def one_does_not_connect(rank, ranks, *, group):
     transport.close()
 
 
-def test_a_pair_that_does_not_come_up_is_named(workers):
+def test_a_pair_that_cannot_connect_is_named(workers):
     workers.run(one_does_not_connect, ranks=3)
 
 
@@ -415,7 +414,7 @@ def one_is_missing(rank, ranks, *, group):
     assert caught.value.peer == 2
 
 
-def test_a_rank_that_does_not_make_its_transport_is_named(workers):
+def test_a_rank_that_does_not_create_its_transport_is_named(workers):
     workers.run(one_is_missing, ranks=3, fresh=True)
 
 
@@ -452,10 +451,10 @@ def one_is_killed(rank, ranks, victim, actions, *, group):
         "receive_bytes": lambda: transport.receive_bytes(victim),
         "late": lambda: [time.sleep(0.6), transport.send(torch.zeros(1), victim, 0).wait()],
     }[actions[rank]]
-    told, seconds = outcome(transport, action)
+    failure, seconds = outcome(transport, action)
     check_dead(transport)
     transport.close()
-    return told, seconds
+    return failure, seconds
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -478,7 +477,7 @@ def the_host_of_the_store_is_killed(rank, ranks, port):
 
 
 def one_is_not_waited_for(rank):
-    """Rank 1 waits for rank 2, which waits for rank 3, which computes: nobody waits for the one that is killed."""
+    """Rank 1 waits for rank 2, which waits for rank 3, which computes: no rank waits for the one that is killed."""
     transport = DistributedTransport(timeout=30)
     transport.connect(ALL_PAIRS)
     in_step(transport, f"{rank}F0", None if rank in (0, 3) else rank + 1)
@@ -487,12 +486,12 @@ def one_is_not_waited_for(rank):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 3:
-        told, seconds = outcome(transport, lambda: compute(transport, 20))
+        failure, seconds = outcome(transport, lambda: compute(transport, 20))
     else:
-        told, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), rank + 1, 0).wait())
+        failure, seconds = outcome(transport, lambda: transport.receive(torch.zeros(1), rank + 1, 0).wait())
     check_dead(transport)
     transport.close()
-    return told, seconds
+    return failure, seconds
 
 
 def test_the_host_of_the_store_is_killed():
@@ -524,7 +523,7 @@ for transport in transports:
     transport.exchange(b"")
     transport.progress.index = -1
 transports[0].close()
-time.sleep(rank * 1.5)  # rank 0, which may host the store, is gone before
+time.sleep(rank * 1.5)  # rank 0, which may host the store, exits before
 print("done")
 """
 
@@ -536,8 +535,8 @@ def free_port():
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file"])
-def test_processes_end_in_silence(kind, tmp_path):
-    """Also if a transport has not been closed, or if the store is gone by then."""
+def test_processes_exit_silently(kind, tmp_path):
+    """Even if a transport was not closed, or the store is already gone."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     method = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path / 'store'}"

@@ -1,4 +1,4 @@
-"""The thread transport against the literal machine: a schedule ends in one if and only if it does in the other."""
+"""The thread transport against the literal machine: a schedule completes in both or in neither."""
 
 import random
 import re
@@ -40,13 +40,13 @@ STEP = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1, "F": -1, "B": 1}
 
 
 def parsed(cell):
-    """Stage, kind, microbatch, F or B, and the stage that it has to do with."""
+    """Stage, kind, microbatch, F or B, and the stage at the other end."""
     stage, kind, microbatch = ACTION.fullmatch(cell).groups()
     return int(stage), kind, int(microbatch), kind[-1], int(stage) + STEP[kind]
 
 
-def is_right_alone(row, stages):
-    """Whether a rank has what it needs when it gets there, if everything that it has posted a receive for comes."""
+def has_inputs_in_time(row, stages):
+    """Whether a rank has the inputs of every action in time, if all that it has posted a receive for arrives."""
     there = {(label, stage, microbatch) for label, stage in (("F", -1), ("B", stages)) for microbatch in range(9)}
     for stage, kind, microbatch, label, other in map(parsed, row):
         if kind.startswith("RECV"):
@@ -60,8 +60,8 @@ def is_right_alone(row, stages):
     return True
 
 
-def play(transport, row, rank_of):
-    """A rank's program: post what is to be posted, wait for what a compute action needs, and for all at the end."""
+def run(transport, row, rank_of):
+    """Run a row: post transfers, wait for what a compute action needs, and for all sends at the end."""
     pending, sent, values = {}, [], {}
     transport.progress.labels = row
     for index, cell in enumerate(row):
@@ -87,23 +87,23 @@ def tag(label, stage, microbatch):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_ends_as_the_literal_machine_does(model):
+def test_completes_if_the_literal_machine_does(model):
     random_numbers = random.Random(f"{model}")
-    ends = stuck = 0
-    while ends + stuck < CASES:
+    completed = stuck = 0
+    while completed + stuck < CASES:
         rows, rank_of, microbatches = rows_of(random_numbers)
-        if not all(is_right_alone(row, len(rank_of)) for row in rows):
+        if not all(has_inputs_in_time(row, len(rank_of)) for row in rows):
             continue
         verdict = literal.verdict(rows, rank_of, microbatches, model.buffering, model.lanes)
         if verdict is None:
-            results = run_in_threads(lambda t: play(t, rows[t.rank], rank_of), len(rows), model=model, timeout=20)  # noqa: B023
+            results = run_in_threads(lambda t: run(t, rows[t.rank], rank_of), len(rows), model=model, timeout=20)  # noqa: B023
             for values in results:
                 assert all(value == stage + 1 for (label, stage, _), value in values.items() if label == "F")
                 assert all(value == len(rank_of) - stage for (label, stage, _), value in values.items() if label == "B")
-            ends += 1
+            completed += 1
         elif "is stuck" in verdict or "never completes" in verdict:
             with pytest.raises(StepError, match=r"deadlock: rank \d waits in"):
-                run_in_threads(lambda t: play(t, rows[t.rank], rank_of), len(rows), model=model, timeout=20)  # noqa: B023
+                run_in_threads(lambda t: run(t, rows[t.rank], rank_of), len(rows), model=model, timeout=20)  # noqa: B023
             stuck += 1
-    assert ends > 3
+    assert completed > 3
     assert stuck > 3 or (model.lanes, model.buffering) != ("pair", "rendezvous")

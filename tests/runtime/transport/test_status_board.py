@@ -24,7 +24,7 @@ def test_the_first_failure_wins(store):
 
 
 @pytest.mark.parametrize("failure", [FAILURE, Failure(0, "")])
-def test_there_and_back(failure):
+def test_encode_and_decode(failure):
     assert decode(encode(failure).encode(), 1) == failure
 
 
@@ -66,7 +66,7 @@ def test_a_long_failure_is_cut():
         ),
     ],
 )
-def test_garbage_is_a_failure_that_says_so(data):
+def test_garbage_is_reported_as_a_failure(data):
     failure = decode(data, 3)
     assert failure.rank == 3
     assert f"a rank reported a failure that could not be decoded ({len(data)} bytes: b'" in failure.message

@@ -34,7 +34,7 @@ def test_it_is_a_transport():
 
 @pytest.mark.parametrize("buffering", ["rendezvous", "bounded(2)", "eager"])
 def test_when_a_tensor_is_copied(buffering):
-    """A send into a buffer copies when it is posted; one without copies when it meets its receive."""
+    """A buffered send copies when it is posted; an unbuffered one when it meets its receive."""
 
     def worker(transport):
         if transport.rank == 0:
@@ -251,7 +251,7 @@ def test_the_first_failure_wins_and_later_calls_raise_it():
     assert first.explain(ValueError("mine")) is None
 
 
-def test_a_rank_that_does_not_end_is_named():
+def test_a_rank_that_does_not_finish_is_named():
     release = threading.Event()
 
     def worker(transport):

@@ -1,7 +1,7 @@
-"""Schedules in files: CSV as PyTorch's, our versioned JSON, and the text grid. The suffix of the file says which.
+"""Reads and writes schedules as PyTorch's CSV, our versioned JSON, or a text grid, depending on the file suffix.
 
-What was written reads back equal, or is not written at all; what is read is whole, or is one error that says where the
-file is damaged.
+Whatever is written reads back equal, otherwise nothing is written. A file is read completely, or raises one error that
+says where it is damaged.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def read(path: str | Path) -> Schedule:
     """Read a schedule from a ``.csv``, ``.json`` or ``.txt`` file.
 
     Raises:
-        ReadError: with the file, and where it can be told the row and the cell, both counted from 1.
+        ReadError: names the file and, if possible, the row and the cell, both counted from 1.
     """
     try:
         form = FORMATS.get(Path(path).suffix.lower())
         if form is None:
-            raise FormatError("is a directory; name a file in it" if Path(path).is_dir() else _unknown_suffix(path))
+            raise FormatError("is a directory; expected a file" if Path(path).is_dir() else _unknown_suffix(path))
         return form.parse(files.read_text(Path(path)))
     except ReadError as error:
         raise error.at(path=str(path)) from None
@@ -55,15 +55,15 @@ def read(path: str | Path) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path, *, overwrite: bool = True) -> None:
-    """Write a schedule to a file of the same kinds, all at once: a reader sees the old file or the new one.
+    """Write a schedule to a ``.csv``, ``.json`` or ``.txt`` file atomically: readers see the old file or the new one.
 
     Args:
-        schedule: what to write.
-        path: where to.
-        overwrite: whether a file that is there may be replaced.
+        schedule: the schedule.
+        path: the file.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
-        WriteError: the suffix is unknown, the format cannot hold the schedule, or the system refuses.
+        WriteError: the suffix is unknown, the format cannot represent the schedule, or the system call fails.
     """
     with files.write_errors(path):
         try:
@@ -73,16 +73,16 @@ def write(schedule: Schedule, path: str | Path, *, overwrite: bool = True) -> No
         if form is None:
             raise WriteError(_unknown_suffix(path))
         if not overwrite and Path(path).exists():
-            raise WriteError("is there already")
+            raise WriteError("already exists")
         text = form.render(schedule)
     files.write_atomically(path, text)
 
 
 def _unknown_suffix(path: str | Path) -> str:
     suffix = Path(path).suffix
-    found = f"the suffix {suffix!r} is" if suffix else "a name without a suffix is"
     *others, last = FORMATS
-    return f"{found} not one of a schedule; name it *{', *'.join(others)} or *{last}"
+    found = f"unknown suffix {suffix!r}" if suffix else "the file name has no suffix"
+    return f"{found}; use *{', *'.join(others)} or *{last}"
 
 
 def _reason(fault: Exception) -> str:

@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import BinaryIO
 
-#: Far above any real schedule, far below what would exhaust a machine.
+#: In bytes: far above any real schedule, far below what would exhaust the memory of a machine.
 LARGEST_FILE: Final = 1 << 26
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, without a byte order mark."""
+    """Read the text of a file, without a byte order mark."""
     with path.open("rb") as file:
         data = file.read(LARGEST_FILE + 1)
     if len(data) > LARGEST_FILE:
-        raise FormatError(f"is larger than {LARGEST_FILE >> 20} MiB: that is no schedule")
+        raise FormatError(f"is larger than {LARGEST_FILE >> 20} MiB, too large to be a schedule")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         row = data.count(b"\n", 0, fault.start) + 1
         raise FormatError(f"is not text: byte {fault.start} is not UTF-8", row=row) from None
     if "\0" in text:
-        raise FormatError("is not text: it has a NUL", row=text.count("\n", 0, text.index("\0")) + 1)
+        raise FormatError("is not text: it contains a NUL character", row=text.count("\n", 0, text.index("\0")) + 1)
     return text
 
 

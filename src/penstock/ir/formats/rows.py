@@ -1,4 +1,4 @@
-"""What the formats have in common that hold rows of cells."""
+"""Checks shared by the formats that hold rows of cells."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from penstock.ir.schedule import Schedule
 
 
 def check_rows_suffice(schedule: Schedule, target: str) -> None:
-    """Refuse to drop what the rows of actions alone do not say."""
+    """Refuse to write a schedule that its rows of actions alone do not determine."""
     try:
-        alone = Schedule.from_codes([schedule.codes_of(rank) for rank in range(schedule.ranks)])
+        inferred = Schedule.from_codes([schedule.codes_of(rank) for rank in range(schedule.ranks)])
     except PenstockError as fact:
-        raise WriteError(f"{target} holds rows of actions only, and {fact}; write it as .json") from None
-    if alone != schedule:
-        lost = "placement" if alone.placement != schedule.placement else f"{schedule.microbatches} microbatches"
-        raise WriteError(f"{target} holds rows of actions only, and they do not tell the {lost}; write it as .json")
+        raise WriteError(f"{target} holds only rows of actions, and {fact}; write a .json file instead") from None
+    if inferred != schedule:
+        lost = "placement" if inferred.placement != schedule.placement else f"{schedule.microbatches} microbatches"
+        raise WriteError(
+            f"{target} holds only rows of actions, which do not determine the {lost}; write a .json file instead"
+        )
 
 
-#: Each stage of a whole schedule does each of these once for every microbatch.
+#: Each stage of a complete schedule runs each of these once per microbatch.
 _ONCE: Final = {
     "forward": (FORWARD,),
     "backward": (FULL_BACKWARD, BACKWARD_INPUT),
@@ -32,15 +34,15 @@ _ONCE: Final = {
 
 
 def check_not_truncated(schedule: Schedule, text: str) -> None:
-    """A text whose last line does not end is whole only if every stage has done as much as the others, each once.
+    """Refuse text whose last line has no line break, unless every stage runs each microbatch exactly once.
 
-    (What is left of a cut ``1B12`` may be ``1B1``.) Of a lowered schedule that cannot be told.
+    (A truncated ``1B12`` may look like ``1B1``.) For a lowered schedule, this cannot be decided.
     """
     if text.endswith(("\n", "\r")):
         return
-    row, advice = text.count("\n") + 1, "if it is whole, add a line break"
+    row, advice = text.count("\n") + 1, "if it is complete, add a line break"
     if schedule.lowered:
-        raise FormatError(f"may be cut off: its last row does not end; {advice}", row=row)
+        raise FormatError(f"may be truncated: its last row has no line break; {advice}", row=row)
     for noun, kinds in _ONCE.items():
         chosen = schedule.codes[np.isin(packed.types(schedule.codes), [packed.TYPE_NUMBER[kind] for kind in kinds])]
         stages, microbatches = packed.stages(chosen), packed.microbatches(chosen)
@@ -48,8 +50,8 @@ def check_not_truncated(schedule: Schedule, text: str) -> None:
         least, most = counts.argmin(), counts.argmax()
         reason = ""
         if counts[least] < counts[most]:
-            reason = f"stage {least} has {counts[least]} {noun}s where stage {most} has {counts[most]}"
+            reason = f"stage {least} has {counts[least]} {noun}s while stage {most} has {counts[most]}"
         elif len(np.unique(packed.pack(stages, FORWARD, microbatches))) < len(chosen):
-            reason = f"a stage has the {noun} of one microbatch twice"
+            reason = f"a stage has the {noun} of a microbatch twice"
         if reason:
-            raise FormatError(f"seems cut off: its last row does not end, and {reason}; {advice}", row=row)
+            raise FormatError(f"seems to be truncated: its last row has no line break, and {reason}; {advice}", row=row)

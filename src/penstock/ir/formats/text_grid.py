@@ -1,4 +1,4 @@
-"""The grid as a file: what ``Schedule.grid(aligned=False)`` draws, or a person types."""
+"""Reads and writes the text grid: what ``Schedule.grid(aligned=False)`` draws, or a person types."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from penstock.ir.schedule import Schedule
 
 
 def schedule_from_grid(text: str) -> Schedule:
-    """Read a grid. The last row may end without a line break if it is whole."""
+    """Read a grid. The last row may lack a line break if it is complete."""
     schedule = Schedule.from_text(text)
     check_not_truncated(schedule, text)
     return schedule
 
 
 def grid_from_schedule(schedule: Schedule) -> str:
-    """The grid as written, not aligned."""
+    """Return the grid as written, not aligned."""
     check_rows_suffice(schedule, "a text grid")
     return schedule.grid(aligned=False) + "\n"

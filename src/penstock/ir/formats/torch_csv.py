@@ -1,7 +1,7 @@
-"""CSV as PyTorch writes and reads it: a row per rank, a cell per step, an empty cell for an idle one.
+"""Reads and writes CSV as PyTorch does: a row per rank, a cell per step, an empty cell for an idle one.
 
-A CSV file holds the actions and nothing else, so a schedule whose placement or number of microbatches cannot be told
-from its actions is not written as one.
+A CSV file holds only the actions, so a schedule whose placement or number of microbatches cannot be inferred from its
+actions is not written as CSV.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def schedule_from_csv(text: str) -> Schedule:
-    """Read what PyTorch, or ``csv_from_schedule``, wrote. The last row may end without a line break if it is whole."""
+    """Read CSV by PyTorch or ``csv_from_schedule``. The last row may lack a line break if it is complete."""
     rows: list[list[Action | None]] = []
     blank: list[int] = []
     for number, row in _csv_rows(text):
@@ -30,16 +30,16 @@ def schedule_from_csv(text: str) -> Schedule:
             blank.append(number)
             continue
         if blank:
-            raise FormatError("the row is blank; a row is a rank, and it has at least one action", row=blank[0])
+            raise FormatError("blank row; every row is a rank and needs at least one action", row=blank[0])
         rows.append([parse_cell(cell, row=number, cell=position) for position, cell in enumerate(row, start=1)])
     if not rows:
-        raise FormatError("is empty; a row is a rank, and a cell an action, as in '0F0,0F1,,0B0,0B1'")
-    schedule = _placed(rows)
+        raise FormatError("is empty; write a row per rank and a cell per action, e.g. '0F0,0F1,,0B0,0B1'")
+    schedule = _build(rows)
     check_not_truncated(schedule, text)
     return schedule
 
 
-def _placed(rows: list[list[Action | None]]) -> Schedule:
+def _build(rows: list[list[Action | None]]) -> Schedule:
     try:
         return Schedule(rows)
     except PlacementError as fact:
@@ -49,7 +49,7 @@ def _placed(rows: list[list[Action | None]]) -> Schedule:
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows with their line numbers."""
+    """Yield the rows with their line numbers."""
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         try:
@@ -62,7 +62,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def csv_from_schedule(schedule: Schedule) -> str:
-    """The CSV text of a schedule; lines end as PyTorch's do."""
+    """Return the CSV text of a schedule, with PyTorch's line endings."""
     check_rows_suffice(schedule, "CSV")
     text = io.StringIO()
     csv.writer(text).writerows([["" if cell is None else str(cell) for cell in row] for row in schedule.actions])

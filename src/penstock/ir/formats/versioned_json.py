@@ -1,4 +1,4 @@
-"""Our own JSON: a version, the placement, the number of microbatches, the metadata, and the actions of each rank.
+"""Reads and writes our JSON: version, placement, number of microbatches, metadata, and the actions of each rank.
 
 ::
 
@@ -33,7 +33,7 @@ VERSION: Final = 1
 
 
 def json_from_schedule(schedule: Schedule) -> str:
-    """The JSON text of a schedule, a line per rank."""
+    """Return the JSON text of a schedule, a line per rank."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -45,9 +45,9 @@ def json_from_schedule(schedule: Schedule) -> str:
         lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()]
         kept = json.loads(json.dumps(head["metadata"])) == head["metadata"]
     except (TypeError, ValueError, RecursionError) as fault:
-        raise WriteError(f"the metadata do not fit into JSON: {fault}") from None
+        raise WriteError(f"the metadata cannot be represented in JSON: {fault}") from None
     if not kept:
-        raise WriteError("the metadata do not fit into JSON: use text for keys, and lists rather than tuples")
+        raise WriteError("the metadata cannot be represented in JSON: use strings for keys, and lists, not tuples")
     ranks = [
         json.dumps({"rank": rank, "stages": stages, "actions": [None if cell is None else str(cell) for cell in row]})
         for rank, (stages, row) in enumerate(zip(schedule.placement.rows, schedule.actions, strict=True))
@@ -57,41 +57,41 @@ def json_from_schedule(schedule: Schedule) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """Read a schedule; a version newer than ``VERSION`` is refused."""
+    """Read a schedule; a version newer than ``VERSION`` is an error."""
     document = _parsed_json(text)
     if document.get("format") != FORMAT:
-        raise FormatError(f'is JSON, but not a schedule: there is no "format": "{FORMAT}"')
+        raise FormatError(f'is JSON, but not a schedule: "format": "{FORMAT}" is missing')
     version = document.get("version")
     if not _is_count(version) or version < 1:
-        raise FormatError(f'"version" is {_shown(version)}; it must be a whole number from 1')
+        raise FormatError(f'"version" is {_shown(version)}; it must be a positive integer')
     if version > VERSION:
         raise FormatError(
-            f"is of version {version}, and this penstock reads up to version {VERSION}: use a newer penstock"
+            f"has format version {version}; this penstock reads up to version {VERSION}. Upgrade penstock"
         )
     return _schedule(document)
 
 
 def _parsed_json(text: str) -> dict[str, Any]:
     if not text.strip():
-        raise FormatError("is empty; penstock convert writes an example: penstock convert GPipe example.json")
+        raise FormatError("is empty; to write an example: penstock convert GPipe example.json")
     try:
         document = json.loads(text, object_pairs_hook=refuse_duplicate_keys, parse_constant=_no_constant)
     except FormatError:
         raise
     except json.JSONDecodeError as fault:
-        reason = fault.msg.removesuffix(" at")  # some end so, for a place that comes elsewhere
+        reason = fault.msg.removesuffix(" at")  # the position follows
         raise FormatError(f"is not JSON: {reason} at column {fault.colno}", row=fault.lineno) from None
     except RecursionError:
-        raise FormatError("is not a schedule: it is nested too deeply") from None
+        raise FormatError("is not a schedule: nested too deeply") from None
     except ValueError as fault:  # a number with thousands of digits
         raise FormatError(f"is not a schedule: {fault}") from None
     if not isinstance(document, dict):
-        raise FormatError(f"is JSON, but not a schedule: it must be an object, not {_shown(document)}")
+        raise FormatError(f"is JSON, but not a schedule: expected an object, got {_shown(document)}")
     return document
 
 
 def _no_constant(name: str) -> None:
-    raise FormatError(f"{name} is not a value that JSON knows")
+    raise FormatError(f"{name} is not valid JSON")
 
 
 def _schedule(document: Mapping[str, Any]) -> Schedule:
@@ -99,16 +99,16 @@ def _schedule(document: Mapping[str, Any]) -> Schedule:
     if not isinstance(metadata, dict):
         raise FormatError(f'"metadata" is {_shown(metadata)}; it must be an object')
     if not _is_count(microbatches):
-        raise FormatError(f'"microbatches" is {_shown(microbatches)}; it must be a whole number')
+        raise FormatError(f'"microbatches" is {_shown(microbatches)}; it must be an integer')
     entries = document.get("ranks")
     if not isinstance(entries, list) or not entries:
-        raise FormatError(f'"ranks" is {_shown(entries)}; it must be a list with an object for each rank')
+        raise FormatError(f'"ranks" is {_shown(entries)}; it must be a list with one object per rank')
     stages: dict[int, list[int]] = {}
     rows: dict[int, list[Action | None]] = {}
     for number, entry in enumerate(entries, start=1):
         rank = _rank_from_json(entry, number, len(entries))
         if rank in rows:
-            raise FormatError(f"rank {rank} stands twice in the list of ranks", row=number)
+            raise FormatError(f'duplicate rank {rank} in "ranks"', row=number)
         stages[rank] = _stages_from_json(entry, number)
         rows[rank] = _cells_from_json(entry, number)
     placement = Placement.from_rows([stages[rank] for rank in range(len(entries))])
@@ -119,10 +119,10 @@ def _schedule(document: Mapping[str, Any]) -> Schedule:
 
 def _rank_from_json(entry: object, number: int, ranks: int) -> int:
     if not isinstance(entry, dict):
-        raise FormatError(f"a rank is an object with rank, stages and actions, not {_shown(entry)}", row=number)
+        raise FormatError(f"expected an object with rank, stages and actions, got {_shown(entry)}", row=number)
     rank = entry.get("rank")
     if not _is_count(rank) or rank >= ranks:
-        raise FormatError(f'"rank" is {_shown(rank)}; the ranks here are 0 to {ranks - 1}', row=number)
+        raise FormatError(f'"rank" is {_shown(rank)}; the ranks are 0 to {ranks - 1}', row=number)
     return rank
 
 

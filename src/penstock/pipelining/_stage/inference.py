@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.execution.microbatch_kinds import kinds_of
-from penstock.execution.preserved_state import untouched
+from penstock.execution.preserved_state import copied, untouched
 from penstock.pipelining._backward import _autograd_grad_for_inputs
 from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
 from penstock.pipelining._stage.base import _PipelineStageBase
@@ -155,10 +155,8 @@ class StageInference(_PipelineStageBase):
         return None
 
     def _inference_keywords(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            key: self._to_tensor(value) if isinstance(value, torch.Tensor) else value
-            for key, value in (kwargs or {}).items()
-        }
+        keywords: dict[str, Any] = copied(kwargs or {})
+        return keywords
 
     def _inference_inputs(
         self, args: tuple[torch.Tensor, ...] | _StageForwardMeta | None
@@ -203,7 +201,7 @@ class StageInference(_PipelineStageBase):
         )
 
     def _leaves(self, values: Any) -> tuple[torch.Tensor, ...]:
-        """Arguments for a run: real ones as they are, described ones as zeros."""
+        """Arguments for a run: copies of real ones, zeros for described ones."""
         return tuple(self._to_tensor(one) if self.is_first else _zeroed(self._to_tensor(one)) for one in values)
 
     def _dry_run(
@@ -323,9 +321,10 @@ class StageInference(_PipelineStageBase):
         return [output for output, _ in pairs], ones
 
     def _to_tensor(self, arg: torch.Tensor | TensorMeta) -> torch.Tensor:
-        """A leaf with the values of a tensor, or any values where it is only described."""
+        """A leaf with a copy of a tensor's values, which are the user's, or any values where it is only described."""
         if isinstance(arg, torch.Tensor):
-            return arg.detach().requires_grad_(arg.requires_grad)
+            copy: torch.Tensor = copied(arg)
+            return copy
         if isinstance(arg, _DTensorMeta):
             return arg.to_dtensor(self.device, self._mesh_cache.get_mesh(arg.mesh_cache_key))
         if isinstance(arg, TensorMeta):

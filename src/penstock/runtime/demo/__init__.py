@@ -1,1 +1,1 @@
-"""What ``penstock demo`` runs on every rank: a small GPT that learns to write Python."""
+"""Trains a small GPT to write Python: what ``penstock demo`` runs on every rank."""

@@ -1,4 +1,4 @@
-"""One rank of the demo. ``penstock demo`` starts it, and reads the JSON that it writes, an event in a line."""
+"""Runs one rank of the demo. ``penstock demo`` starts it and reads the events that it writes, one JSON per line."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.ir.formats import read
-from penstock.runtime.demo.model import CONTEXT, cut, layers, loss_of
+from penstock.runtime.demo.model import CONTEXT, assign_layers, build_layers, loss_of
 from penstock.runtime.demo.text import Text
 from penstock.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Samples in a microbatch.
+#: Samples per microbatch.
 SAMPLES = 4
-#: The least blocks that the model has; with more stages, as many as those.
+#: How many blocks the model has, or one per stage if that is more.
 BLOCKS = 8
-RATE = 3e-3
-#: How many steps the rate takes to get there.
+LEARNING_RATE = 3e-3
+#: After how many steps the learning rate is reached.
 WARM_UP = 20
-#: How many steps are recorded, at the end.
+#: How many of the last steps are recorded.
 RECORDED = 5
-#: How far gradients may be apart, as a share of the largest: both are sums of float32 numbers, in another order.
+#: How much gradients may differ, relative to the largest: both are sums of float32 numbers, in different order.
 TOLERANCE = 1e-4
 
 
 class Training:
-    """The part of the training that is on this rank."""
+    """This rank's part of the training."""
 
     def __init__(self, schedule_file: str, steps: int) -> None:
         self.schedule = read(schedule_file)
         self.steps = steps
         blocks = max(BLOCKS, self.schedule.stages)
-        self._whole = layers(blocks)
-        self._cut = cut(blocks, self.schedule.stages)
-        self._unsplit = nn.Sequential(*copy.deepcopy(self._whole))
+        self._layers = build_layers(blocks)
+        self._layers_of = assign_layers(blocks, self.schedule.stages)
+        self._unsplit = nn.Sequential(*copy.deepcopy(self._layers))
         mine = self.schedule.placement.stages_of(dist.get_rank())
-        stages = {stage: nn.Sequential(*(self._whole[layer] for layer in self._cut[stage])) for stage in mine}
+        stages = {stage: nn.Sequential(*(self._layers[layer] for layer in self._layers_of[stage])) for stage in mine}
         self.pipe = Pipeline(stages, self.schedule, loss_fn=loss_of)
         self._parameters = [weight for stage in stages.values() for weight in stage.parameters()]
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=RATE, betas=(0.9, 0.95))
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=LEARNING_RATE, betas=(0.9, 0.95))
         self._rate = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
         self._text = Text()
 
     @property
     def size(self) -> int:
-        """How many samples there are in a batch."""
+        """The number of samples in a batch."""
         return SAMPLES * self.schedule.microbatches
 
     def run(self) -> bool:
-        """Train; returns whether all was right."""
-        self._tell(
+        """Train; returns whether the gradients were right."""
+        self._report(
             "start",
             model=str(self.pipe.transport.model),
             parameters=sum(weight.numel() for weight in self._unsplit.parameters()),
@@ -76,7 +76,7 @@ class Training:
             for step in range(max(1, self.steps - recorded), max(2, self.steps)):
                 self._step(step)
                 self._update()
-        self._tell(
+        self._report(
             "recorded",
             costs=record.costs().to_dict(),
             steps=len(record.steps),
@@ -95,48 +95,48 @@ class Training:
         self.pipe.step(*([tokens] if self.pipe.has_first else []), target=target, losses=losses, return_outputs=False)
         if losses:
             loss = torch.stack(losses).mean().item()
-            self._tell("step", step=number + 1, loss=loss, seconds=time.perf_counter() - begin)
+            self._report("step", step=number + 1, loss=loss, seconds=time.perf_counter() - begin)
 
     def _update(self) -> None:
         self._optimizer.step()
         self._rate.step()
 
     def _gradients_are_right(self) -> bool:
-        """Compare those of the first step with what the model computes in one piece."""
+        """Compare the gradients of the first step with those of the unsplit model."""
         tokens, target = self._text.batch(0, self.size, CONTEXT)
         torch.autograd.backward(loss_of(self._unsplit(tokens), target))
-        mine = [layer for stage in self.pipe.stages for layer in self._cut[stage]]
-        split = {f"{layer}.{name}": weight for layer in mine for name, weight in self._whole[layer].named_parameters()}
+        mine = [layer for stage in self.pipe.stages for layer in self._layers_of[stage]]
+        split = {f"{layer}.{name}": weight for layer in mine for name, weight in self._layers[layer].named_parameters()}
         found = differences(split, dict(self._unsplit.named_parameters()))
         dist.all_reduce(found, dist.ReduceOp.MAX)
         difference, largest = found.tolist()
         right = bool(difference <= TOLERANCE * largest)
-        self._tell("gradients", difference=difference, largest=largest, tolerance=TOLERANCE, right=right)
+        self._report("gradients", difference=difference, largest=largest, tolerance=TOLERANCE, right=right)
         del self._unsplit
         return right
 
-    def _tell(self, event: str, **facts: Any) -> None:
-        """Let the command know; the rank that has the losses does that."""
+    def _report(self, event: str, **facts: Any) -> None:
+        """Write an event for the command, on the rank that has the losses."""
         if self.pipe.has_last:
             sys.stdout.write(json.dumps({"event": event, **facts}) + "\n")
             sys.stdout.flush()
 
 
 def differences(split: Mapping[str, Tensor], unsplit: Mapping[str, Tensor]) -> Tensor:
-    """The largest difference of two gradients of the same parameter, and the largest gradient."""
+    """The largest difference between two gradients of a parameter, and the largest gradient."""
     found = torch.zeros(2, dtype=torch.float64)
     for name, weight in split.items():
         expected = unsplit[name].grad
         if weight.grad is None or expected is None:
             found[0] = torch.inf
             continue
-        apart = (weight.grad.double() - expected.double()).abs().max().nan_to_num(torch.inf)
-        found = torch.maximum(found, torch.stack([apart, expected.double().abs().max()]))
+        difference = (weight.grad.double() - expected.double()).abs().max().nan_to_num(torch.inf)
+        found = torch.maximum(found, torch.stack([difference, expected.double().abs().max()]))
     return found
 
 
 def main() -> None:
-    """Train as the arguments say: the file of a schedule, and the number of steps."""
+    """Train; the arguments are the file of a schedule and the number of steps."""
     dist.init_process_group("gloo")
     training = Training(sys.argv[1], int(sys.argv[2]))
     with training.pipe:

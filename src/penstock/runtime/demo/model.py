@@ -16,40 +16,40 @@ HEADS = 4
 
 
 class Embedding(nn.Module):
-    """What a byte is, and where it stands."""
+    """Embeds bytes and their positions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Embedding(TOKENS, WIDTH)
-        self.place = nn.Embedding(CONTEXT, WIDTH)
-        for table in (self.token, self.place):
+        self.position = nn.Embedding(CONTEXT, WIDTH)
+        for table in (self.token, self.position):
             nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From bytes to vectors."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return torch.add(self.token(tokens), self.place(places))
+        """Map bytes to vectors."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return torch.add(self.token(tokens), self.position(positions))
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a network of two layers."""
+    """Causal attention, then an MLP of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH)
         self.attention_in = nn.Linear(WIDTH, 3 * WIDTH)
         self.attention_out = nn.Linear(WIDTH, WIDTH)
-        self.network_norm = nn.LayerNorm(WIDTH)
-        self.network_in = nn.Linear(WIDTH, 4 * WIDTH)
-        self.network_out = nn.Linear(4 * WIDTH, WIDTH)
-        with torch.no_grad():  # a block begins with little to add
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp_in = nn.Linear(WIDTH, 4 * WIDTH)
+        self.mlp_out = nn.Linear(4 * WIDTH, WIDTH)
+        with torch.no_grad():  # a block adds little at first
             self.attention_out.weight *= 0.2
-            self.network_out.weight *= 0.2
+            self.mlp_out.weight *= 0.2
 
     def forward(self, value: Tensor) -> Tensor:
-        """Both, added to what comes in."""
+        """Add both to the input."""
         value = value + self._attention(self.attention_norm(value))
-        hidden: Tensor = self.network_out(gelu(self.network_in(self.network_norm(value))))
+        hidden: Tensor = self.mlp_out(gelu(self.mlp_in(self.mlp_norm(value))))
         return value + hidden
 
     def _attention(self, value: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """How likely each byte is to come next."""
+    """Scores how likely each byte is to come next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,21 +70,21 @@ class Head(nn.Module):
         self.scores = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, value: Tensor) -> Tensor:
-        """From vectors to scores."""
+        """Map vectors to scores."""
         scores: Tensor = self.scores(self.norm(value))
         return scores
 
 
-def layers(blocks: int, seed: int = 0) -> list[nn.Module]:
-    """The layers of the model, with the same weights on every rank."""
+def build_layers(blocks: int, seed: int = 0) -> list[nn.Module]:
+    """Build the layers of the model, with the same weights on every rank."""
     torch.manual_seed(seed)
     return [Embedding(), *(Block() for _ in range(blocks)), Head()]
 
 
-def cut(blocks: int, stages: int) -> list[range]:
-    """The layers of each stage: blocks as evenly as they go, the embedding on the first, the head on the last.
+def assign_layers(blocks: int, stages: int) -> list[range]:
+    """Choose the layers of each stage: blocks split as evenly as possible, the embedding first and the head last.
 
-    >>> cut(8, 4)
+    >>> assign_layers(8, 4)
     [range(0, 3), range(3, 5), range(5, 7), range(7, 10)]
     """
     bounds = [1 + stage * blocks // stages for stage in range(stages + 1)]
@@ -93,5 +93,5 @@ def cut(blocks: int, stages: int) -> list[range]:
 
 
 def loss_of(scores: Tensor, target: Tensor) -> Tensor:
-    """How surprised the model is by what comes next, on average."""
+    """The mean cross entropy of the next byte."""
     return cross_entropy(scores.flatten(0, 1), target.flatten())

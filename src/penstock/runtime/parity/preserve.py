@@ -42,7 +42,7 @@ def untouched(
         for one in parameters:
             one.grad = None
 
-    with random_state(stage.device for stage in pipe.stages.values()):
+    with random_state([stage.device for stage in pipe.stages.values()], modules):
         pipe.transport.exchange(b"kept")
         try:
             yield begin
