@@ -62,7 +62,7 @@ about_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), re
 
 
 def measured(work: str, settings: dict[str, str] | None = None) -> list[int]:
-    others = ("MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES")
+    others = ("MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES", "PENSTOCK_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(imports=WORK[work][0], work=WORK[work][1])],
@@ -95,6 +95,14 @@ def test_some_memory_that_a_pass_over_a_large_schedule_frees_stays_with_the_proc
 def test_all_memory_that_a_stage_frees_stays_with_the_process(work: str) -> None:
     assert measured(work) == [0, 0]
     assert measured(work, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}) == [0, 0], "which is about something else"
+
+
+@about_glibc
+@pytest.mark.parametrize("work", ["a stage", "a stage of torch's kind", "a large schedule"])
+def test_an_environment_variable_leaves_the_allocator_alone(work: str) -> None:
+    mapped, given_back = measured(work, {"PENSTOCK_KEEP_FREED_MEMORY": "0"})
+    assert mapped >= LARGE
+    assert given_back > MANY
 
 
 @about_glibc

@@ -6,6 +6,7 @@ each of them requests the same memory again, page by page, which can cost a tent
 
 If the environment sets glibc's thresholds (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``,
 ``GLIBC_TUNABLES``), nothing is done here. With another allocator this has no effect.
+``PENSTOCK_KEEP_FREED_MEMORY=0`` leaves the allocator as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def keep_freed_memory() -> None:
     glibc's threshold is twice the largest block that the program has freed. So this allocates and frees one such block;
     it is never written to, so it costs nothing.
     """
-    np.empty(_LARGEST - _ROOM, np.int8)
+    if not _is_switched_off():
+        np.empty(_LARGEST - _ROOM, np.int8)
 
 
 @cache
@@ -45,7 +47,7 @@ def keep_all_freed_memory() -> None:
 
     Blocks of more than 32 MiB are still returned. glibc's ``malloc_trim`` returns the rest.
     """
-    if _is_set_by_user():
+    if _is_switched_off() or _is_set_by_user():
         return
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -53,6 +55,10 @@ def keep_all_freed_memory() -> None:
         return
     mallopt(_MMAP_THRESHOLD, _LARGEST)
     mallopt(_TRIM_THRESHOLD, _NEVER)
+
+
+def _is_switched_off() -> bool:
+    return os.environ.get("PENSTOCK_KEEP_FREED_MEMORY") == "0"
 
 
 def _is_set_by_user() -> bool:
