@@ -155,6 +155,8 @@ class Workplace:
                 step.check_samples(microbatch)
             loss = loss_of(loss_fn, output, step.targets[microbatch])
             roots = stage.loss_root(loss, output)
+            if step.on_loss is not None:
+                step.on_loss(microbatch, loss)
             step.losses[microbatch] = loss = loss.detach()
             if roots:
                 # One for each microbatch: a node of the graph, or a hook, may modify it in place.

@@ -56,6 +56,7 @@ class Step:
         kin: the inputs of the stage that runs whose originals share memory, in groups.
         flights: microbatches between forward and backward.
         deferred: weight gradients to be computed.
+        on_loss: called with the number of a microbatch and its loss, if anyone wants to see it.
         training_check: notes forwards whose output, or loss, requires no gradient; None if there may be any.
     """
 
@@ -73,6 +74,7 @@ class Step:
         "leaving_gradients",
         "losses",
         "metas",
+        "on_loss",
         "outputs",
         "samples",
         "seeds",
@@ -96,6 +98,7 @@ class Step:
         samples: Sequence[int] = (),
         target_samples: Sequence[int] = (),
         keep_outputs: bool = False,
+        on_loss: Callable[[int, torch.Tensor], None] | None = None,
         training_check: TrainingCheck | None = None,
     ) -> None:
         self.args = args
@@ -103,6 +106,7 @@ class Step:
         self.kwargs = kwargs
         self.targets = targets
         self.shares = shares
+        self.on_loss = on_loss
         self.seeds: dict[int, Tensors] = {}
         self.losses: list[torch.Tensor | None] = [None] * microbatches
         self.outputs: list[Any] | None = [None] * microbatches if keep_outputs else None

@@ -26,7 +26,7 @@ def check_reduction(reduction: str, weight: Weight | None) -> None:
         )
 
 
-def shares(
+def find_shares(
     reduction: str, targets: Sequence[Any], counts: Sequence[int] | None, weight: Weight | None = None
 ) -> list[float]:
     """What the loss of each microbatch is multiplied by in the loss of the batch.
@@ -41,9 +41,9 @@ def shares(
         weight: for ``"weighted"``.
 
     >>> import torch
-    >>> shares("mean", [torch.ones(3), torch.ones(1)], [3, 1])
+    >>> find_shares("mean", [torch.ones(3), torch.ones(1)], [3, 1])
     [0.75, 0.25]
-    >>> shares("weighted", [torch.ones(3), torch.ones(2)], None, weight=lambda target: target.numel() - 1)
+    >>> find_shares("weighted", [torch.ones(3), torch.ones(2)], None, weight=lambda target: target.numel() - 1)
     [0.6666666666666666, 0.3333333333333333]
     """
     if reduction == SUM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from inspect import signature
@@ -16,6 +17,7 @@ from penstock.errors import ScheduleError, StageError, StepError
 from penstock.execution.data_parallel import in_step, reductions_of
 from penstock.execution.edges import ABSENT
 from penstock.execution.microbatches.merge import merge
+from penstock.execution.microbatches.split import is_split_already
 from penstock.execution.stage import Stage, device_of
 from penstock.execution.step import Step, unlike_samples
 from penstock.execution.training_check import TrainingCheck
@@ -30,7 +32,8 @@ from penstock.runtime.failure_scope import Telling, failure_of
 from penstock.runtime.grad_clipping import clip_grad_norm_
 from penstock.runtime.grad_scaling import Scaling
 from penstock.runtime.inputs import Detached
-from penstock.runtime.losses import MEAN, Weight, check_reduction, shares
+from penstock.runtime.loss_weights import LossWeights
+from penstock.runtime.losses import MEAN, Weight, check_reduction, find_shares
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program_cache import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers
 from penstock.runtime.recording import Recording
@@ -138,6 +141,7 @@ class Pipeline:
         self._record: Recording | None = None
         self._share_losses = share_losses
         self._has_trained = False
+        self._judges_loss = True
         with self._setting_up():
             _check_schedule(schedule)
             check_reduction(loss_reduction, loss_weight)
@@ -208,16 +212,19 @@ class Pipeline:
             batch = self._batches.of_step(args, kwargs, target, varying=varying)
             program = self._programs.training(batch, self._customized)
             detached = Detached(batch.args, batch.kwargs)
+            shares = self._shares(batch)
+            weights = self._loss_weights(shares, target)
             step = Step(
                 self.schedule.microbatches,
                 args=detached.args,
                 shared_args=detached.shared,
                 kwargs=detached.kwargs,
                 targets=batch.targets,
-                shares=self._shares(batch),
+                shares=shares,
                 samples=batch.counts.samples or (),
                 target_samples=batch.counts.targets or (),
                 keep_outputs=return_outputs and self.has_last,
+                on_loss=None if weights is None else weights.note,
                 training_check=self._training_check(),
             )
             if self._record is None:
@@ -225,6 +232,9 @@ class Pipeline:
             else:
                 self._record.run(program, step)
             self._has_trained = True
+            self._judges_loss = False
+            if weights is not None and (mismatch := weights.describe_mismatch()):
+                warnings.warn(mismatch, stacklevel=2)
             detached.backward()
             self._report(step, losses)
             return self._merged(step)
@@ -435,7 +445,7 @@ class Pipeline:
         if agreed and counts.targets and list(counts.targets) != list(agreed):
             varies = f"; if this batch is of another size than the first one was, that needs shapes={PER_MICROBATCH!r}"
             raise unlike_samples(agreed, counts.targets, varies)
-        found = shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
+        found = find_shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
         return [scale * share for share in found]
 
     @contextmanager
@@ -452,6 +462,11 @@ class Pipeline:
                 stage.end()
         if training and self._scaling is not None:
             self._scaling.agree()
+
+    def _loss_weights(self, shares: Sequence[float], target: Any) -> LossWeights | None:
+        if not (self._judges_loss and self.has_last):
+            return None
+        return LossWeights(shares, self._reduction, is_ragged=is_split_already(target))
 
     def _training_check(self) -> TrainingCheck | None:
         if not self._must_train:

@@ -42,6 +42,7 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         expected, halves, losses = unsplit.run(split=True)
         halves = shared.add_up(halves)
         reduction = reduction_of(pipe, unsplit, losses, target)
+        pipe._judges_loss &= bool(reduction.unchecked)  # else it is judged here, and better
         begin()
         found: list[torch.Tensor] = []
         with Replay(pipe.stages, order_of(pipe)):
