@@ -79,6 +79,11 @@ def own_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return left
 
 
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether it is a conjugate or negative of what is in its memory: operations on many do not change it in place."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor uses the same memory. A sparse one has none that could be asked for."""
     if tensor.layout is not torch.strided:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import mm
 
+from penstock.execution.autograd import is_lazy
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -86,7 +88,9 @@ def added(leaves: Sequence[Leaf], gradients: Sequence[torch.Tensor | None]) -> l
     left = list(gradients)
     grads, ours = [], []
     for number, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True)):
-        if gradient is not None and (grad := leaf.tensor.grad) is not None and leaf.takes(gradient):
+        if gradient is None or (grad := leaf.tensor.grad) is None or is_lazy(grad):
+            continue
+        if leaf.takes(gradient):
             grads.append(grad)
             ours.append(gradient)
             left[number] = None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from penstock.execution.autograd import is_lazy
 from penstock.pipelining._stage.compute import is_as_written, of_one_kind
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def _set_aside(parameters: Iterable[torch.nn.Parameter]) -> list[tuple[torch.nn.
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if gradient.is_conj():  # a view, which many operations do not change in place
-                gradient = parameter.grad = gradient.resolve_conj()
+            if is_lazy(gradient):
+                gradient = parameter.grad = gradient.clone()
             places.append(gradient)
             earlier.append((parameter, gradient.clone()))
         for alike in of_one_kind(places):
@@ -64,6 +65,8 @@ def _add_back(earlier: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Non
     for parameter, gradient in earlier:
         if parameter.grad is None:  # a hook of the program has taken it
             parameter.grad = gradient
+        elif is_lazy(parameter.grad):  # or has set another one
+            parameter.grad = parameter.grad + gradient
         else:
             totals, addends = sums.setdefault(type(gradient), ([], []))
             totals.append(parameter.grad)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.execution.autograd import accumulate, own_gradients, taken
+from penstock.execution.autograd import accumulate, is_lazy, own_gradients, taken
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._stage.messages import StageEdges
@@ -414,7 +414,9 @@ class StageCompute(StageEdges):
             return
         later = self._divided_later
         gradients = [one.grad for one in self.submod.parameters() if one.grad is not None and id(one) not in later]
-        for alike in of_one_kind(gradients):
+        for gradient in filter(is_lazy, gradients):
+            gradient.div_(grad_scale_factor)
+        for alike in of_one_kind([one for one in gradients if not is_lazy(one)]):
             torch._foreach_div_(alike, grad_scale_factor)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
