@@ -46,17 +46,27 @@ GiveGradients = Callable[[Step, Sequence[torch.Tensor | None], Tensors], None]
 ABSENT: Final = "\0no microbatch"
 
 
-class Edge(Protocol):
-    """The way from a stage to the next one."""
+class Inbound(Protocol):
+    """Where the inputs of a stage come from, and their gradients go."""
+
+    def take(self, microbatch: int) -> Take:
+        """For the beginning of a forward."""
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """For the end of a backward."""
+
+    def receive(self, microbatch: int) -> Operation | None:
+        """RECV_F; None if there is nothing to do."""
+
+    def send_gradients(self, microbatch: int) -> Operation | None:
+        """SEND_B; None if there is nothing to do."""
+
+
+class Outbound(Protocol):
+    """Where the outputs of a stage go, and their gradients come from."""
 
     def give(self, microbatch: int) -> Give:
         """For the end of a forward."""
-
-    def take(self, microbatch: int) -> Take:
-        """For the beginning of the next stage's forward."""
-
-    def give_gradients(self, microbatch: int) -> GiveGradients:
-        """For the end of that stage's backward."""
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """For the beginning of a backward."""
@@ -64,14 +74,36 @@ class Edge(Protocol):
     def send(self, microbatch: int) -> Operation | None:
         """SEND_F; None if there is nothing to do."""
 
-    def receive(self, microbatch: int) -> Operation | None:
-        """RECV_F."""
-
-    def send_gradients(self, microbatch: int) -> Operation | None:
-        """SEND_B."""
-
     def receive_gradients(self, microbatch: int) -> Operation | None:
-        """RECV_B."""
+        """RECV_B; None if there is nothing to do."""
+
+
+class Edge(Inbound, Outbound, Protocol):
+    """The way from a stage to the next one."""
+
+
+class FirstEnd:
+    """The beginning of a pipeline: what all such ends have in common."""
+
+    def receive(self, microbatch: int) -> None:
+        """RECV_F: nothing is received."""
+
+    def send_gradients(self, microbatch: int) -> None:
+        """SEND_B: no stage waits for gradients."""
+
+
+class LastEnd:
+    """The end of a pipeline: backwards begin with the gradient of the loss."""
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradient of the loss."""
+        return lambda step: step.seeds.pop(microbatch, ())
+
+    def send(self, microbatch: int) -> None:
+        """SEND_F: no stage waits for outputs."""
+
+    def receive_gradients(self, microbatch: int) -> None:
+        """RECV_B: nothing is received."""
 
 
 def arguments(value: Any) -> tuple[Any, ...]:

@@ -1,16 +1,14 @@
-"""What a rank does for each action: functions of the step, made once, with everything bound that can be."""
+"""The native operations: what a rank does for each action, bound once to its stages and their edges."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.errors import StageError
 from penstock.execution.edges import ABSENT, check_unchanged
 from penstock.execution.operations import run_in_sequence
 from penstock.execution.step import Flight
-from penstock.execution.trees import map_tensors
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -29,43 +27,38 @@ from penstock.ir.actions import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.execution.edges import Edge, Give, GiveGradients, Take, TakeGradients
+    from penstock.execution.edges import GiveGradients, Inbound, Outbound, TakeGradients
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
     from penstock.execution.transport import Progress
     from penstock.ir.actions import Action, ComputationType
 
-    LossFunction = Callable[[Any, Any], torch.Tensor]
 
-
-class Workplace:
-    """All that the operations of one rank work with.
+class NativeOperations:
+    """Builds the operations of one rank: each stage works between two ends, and an edge is an end of both its stages.
 
     Attributes:
         stages: the stages of this rank.
-        edges: the edges to and from them, by the stage that they come from.
-        count: how many stages the pipeline has.
-        microbatches: how many microbatches.
-        loss_fn: the loss of an output and a target; None for a forward alone.
+        inbound: for each of them, where its inputs come from, and their gradients go.
+        outbound: for each of them, where its outputs go, and their gradients come from.
+        microbatches: how many microbatches there are.
         progress: shows when an operation waits.
     """
 
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        edges: Mapping[int, Edge],
+        inbound: Mapping[int, Inbound],
+        outbound: Mapping[int, Outbound],
         *,
-        count: int,
         microbatches: int,
-        loss_fn: LossFunction | None,
         progress: Progress,
     ) -> None:
         self.stages = stages
-        self.edges = edges
-        self.progress = progress
-        self.count = count
+        self.inbound = inbound
+        self.outbound = outbound
         self.microbatches = microbatches
-        self.loss_fn = loss_fn
+        self.progress = progress
 
     def operation(self, action: Action) -> Operation | None:
         """What to do for an action; None if there is nothing to do."""
@@ -104,8 +97,8 @@ class Workplace:
 
     def _forward(self, action: Action) -> Operation:
         stage, microbatch = self.stages[action.stage_index], _microbatch(action)
-        take = self._take(stage.index, microbatch)
-        give = self._give(stage, microbatch)
+        take = self.inbound[stage.index].take(microbatch)
+        give = self.outbound[stage.index].give(microbatch)
         module, slot, changes_inputs = stage.module, self._slot(action), stage.changes_inputs
 
         def forward(step: Step) -> None:
@@ -116,7 +109,9 @@ class Workplace:
             args, inputs, shared = taken
             if changes_inputs:
                 args = stage.fresh(args)
+            step.operands = action, args  # what a failure report shows
             output = module(*args, **step.kwargs[microbatch])
+            step.operands = None
             if shared is None:
                 roots = give(step, output)
             else:
@@ -130,90 +125,53 @@ class Workplace:
 
         return forward
 
-    def _take(self, stage: int, microbatch: int) -> Take:
-        if stage > 0:
-            return self.edges[stage - 1].take(microbatch)
-
-        def take(step: Step) -> Any:
-            if microbatch >= len(step.args):
-                return None
-            return step.args[microbatch], (), step.shared_args[microbatch] if step.shared_args else None
-
-        return take
-
-    def _give(self, stage: Stage, microbatch: int) -> Give:
-        if stage.index < self.count - 1:
-            return self.edges[stage.index].give(microbatch)
-        loss_fn = self.loss_fn
-
-        def give(step: Step, output: Any) -> Any:
-            if step.outputs is not None:
-                step.outputs[microbatch] = output if output is ABSENT else without_history(output)
-            if loss_fn is None or output is ABSENT:
-                return ()
-            if step.samples:
-                step.check_samples(microbatch)
-            loss = loss_of(loss_fn, output, step.targets[microbatch])
-            roots = stage.loss_root(loss, output)
-            if step.on_loss is not None:
-                step.on_loss(microbatch, loss)
-            step.losses[microbatch] = loss = loss.detach()
-            if roots:
-                # One for each microbatch: a node of the graph, or a hook, may modify it in place.
-                step.seeds[microbatch] = (torch.full_like(loss, step.shares[microbatch]),)
-            return roots
-
-        return give
-
     def _backward(self, action: Action) -> Operation:
         stage, slot = self.stages[action.stage_index], self._slot(action)
-        take, give = self._take_gradients(action), self._give_gradients(action)
+        take, give = self._gradient_ends(action)
 
         def backward(step: Step) -> None:
             gradients = take(step)
             flight = step.flights.pop(slot)
-            give(step, stage.backward(flight, gradients), flight.inputs)
+            step.operands = action, gradients
+            found = stage.backward(flight, gradients)
+            step.operands = None
+            give(step, found, flight.inputs)
 
         return backward
 
     def _input_backward(self, action: Action) -> Operation:
         stage, slot = self.stages[action.stage_index], self._slot(action)
-        take, give = self._take_gradients(action), self._give_gradients(action)
+        take, give = self._gradient_ends(action)
 
         def input_backward(step: Step) -> None:
             gradients = take(step)
             flight = step.flights.pop(slot)
+            step.operands = action, gradients
             found, step.deferred[slot] = stage.input_backward(flight, gradients)
+            step.operands = None
             give(step, found, flight.inputs)
 
         return input_backward
+
+    def _gradient_ends(self, action: Action) -> tuple[TakeGradients, GiveGradients]:
+        stage, microbatch = action.stage_index, _microbatch(action)
+        return self.outbound[stage].take_gradients(microbatch), self.inbound[stage].give_gradients(microbatch)
 
     def _weight_backward(self, action: Action) -> Operation:
         slot = self._slot(action)
         return lambda step: step.deferred.pop(slot)()
 
-    def _take_gradients(self, action: Action) -> TakeGradients:
-        stage, microbatch = action.stage_index, _microbatch(action)
-        if stage < self.count - 1:
-            return self.edges[stage].take_gradients(microbatch)
-        return lambda step: step.seeds.pop(microbatch, ())
-
-    def _give_gradients(self, action: Action) -> GiveGradients:
-        if action.stage_index > 0:
-            return self.edges[action.stage_index - 1].give_gradients(_microbatch(action))
-        return lambda *_: None
-
     def _send(self, action: Action) -> Operation | None:
-        return self.edges[action.stage_index].send(_microbatch(action))
+        return self.outbound[action.stage_index].send(_microbatch(action))
 
     def _receive(self, action: Action) -> Operation | None:
-        return self.edges[action.stage_index - 1].receive(_microbatch(action))
+        return self.inbound[action.stage_index].receive(_microbatch(action))
 
     def _send_gradients(self, action: Action) -> Operation | None:
-        return self.edges[action.stage_index - 1].send_gradients(_microbatch(action))
+        return self.inbound[action.stage_index].send_gradients(_microbatch(action))
 
     def _receive_gradients(self, action: Action) -> Operation | None:
-        return self.edges[action.stage_index].receive_gradients(_microbatch(action))
+        return self.outbound[action.stage_index].receive_gradients(_microbatch(action))
 
     def _unshard(self, action: Action) -> Operation | None:
         parallel = self.stages[action.stage_index].parallel
@@ -228,38 +186,20 @@ class Workplace:
         return None if parallel is None else lambda _: parallel.reduce()
 
 
-def loss_of(loss_fn: LossFunction, output: Any, target: Any) -> torch.Tensor:
-    """The loss of a microbatch; a target that is missing is named."""
-    try:
-        return loss_fn(output, target)
-    except Exception as error:
-        if target is not None:
-            raise
-        raise StageError(
-            f"loss_fn raised {type(error).__name__}: {error}; it was called without a target: pass target= on the rank "
-            "of the last stage"
-        ) from error
-
-
 def _microbatch(action: Action) -> int:
     return action.microbatch_index or 0
 
 
-def without_history(output: Any) -> Any:
-    """The same tensors, cut off from what made them."""
-    return map_tensors(torch.Tensor.detach, output)
-
-
-_MAKERS: Mapping[ComputationType, Callable[[Workplace, Action], Operation | None]] = {
-    FORWARD: Workplace._forward,
-    FULL_BACKWARD: Workplace._backward,
-    BACKWARD_INPUT: Workplace._input_backward,
-    BACKWARD_WEIGHT: Workplace._weight_backward,
-    SEND_F: Workplace._send,
-    RECV_F: Workplace._receive,
-    SEND_B: Workplace._send_gradients,
-    RECV_B: Workplace._receive_gradients,
-    UNSHARD: Workplace._unshard,
-    RESHARD: Workplace._reshard,
-    REDUCE_GRAD: Workplace._reduce,
+_MAKERS: Mapping[ComputationType, Callable[[NativeOperations, Action], Operation | None]] = {
+    FORWARD: NativeOperations._forward,
+    FULL_BACKWARD: NativeOperations._backward,
+    BACKWARD_INPUT: NativeOperations._input_backward,
+    BACKWARD_WEIGHT: NativeOperations._weight_backward,
+    SEND_F: NativeOperations._send,
+    RECV_F: NativeOperations._receive,
+    SEND_B: NativeOperations._send_gradients,
+    RECV_B: NativeOperations._receive_gradients,
+    UNSHARD: NativeOperations._unshard,
+    RESHARD: NativeOperations._reshard,
+    REDUCE_GRAD: NativeOperations._reduce,
 }

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.execution.training_check import TrainingCheck
     from penstock.execution.transport import Pending
     from penstock.execution.value_spec import EdgeMeta
+    from penstock.ir.actions import Action
 
     Tensors = Sequence[torch.Tensor]
 
@@ -49,6 +50,7 @@ class Step:
         arriving: activations that have been asked for.
         handed: activations from a stage of the same rank.
         leaving: activations that have yet to be sent.
+        operands: the action whose module or backward runs now, and the inputs or gradients that it works on.
         metas: the description of each activation that was sent, where it varies.
         sending: what has been sent but not been waited for: transfers, each with its tensor and the version of that.
         samples: how many samples each microbatch has: known at the first stage, and told with what varies.
@@ -75,6 +77,7 @@ class Step:
         "losses",
         "metas",
         "on_loss",
+        "operands",
         "outputs",
         "samples",
         "seeds",
@@ -114,6 +117,7 @@ class Step:
         self.handed: dict[int, Any] = {}
         self.leaving: dict[int, Any] = {}
         self.metas: dict[int, EdgeMeta] = {}
+        self.operands: tuple[Action, Any] | None = None
         self.arriving_gradients: dict[int, Any] = {}
         self.handed_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self.leaving_gradients: dict[int, Any] = {}

@@ -9,7 +9,7 @@ from penstock.errors import StageError
 from penstock.execution.operations import CustomOperations
 
 if TYPE_CHECKING:
-    from penstock.execution.native import Workplace
+    from penstock.execution.native import NativeOperations
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
     from penstock.ir.actions import Action, ComputationType
@@ -52,10 +52,10 @@ class Custom(CustomOperations["Step"]):
     """The operations of a pipeline, with the user's functions where there are any."""
 
     def __init__(
-        self, pipe: Pipeline, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]
+        self, pipe: Pipeline, operations: NativeOperations, functions: Mapping[ComputationType, CustomFunction]
     ) -> None:
-        checked = {kind: _checked(function, workplace) for kind, function in functions.items()}
-        super().__init__(workplace, checked, lambda step: Context(pipe, step, self), in_overlaps=True)
+        checked = {kind: _checked(function, operations) for kind, function in functions.items()}
+        super().__init__(operations, checked, lambda step: Context(pipe, step, self), in_overlaps=True)
         self._defaults: dict[Action, Operation | None] = {}
 
     def default(self, action: Action) -> Operation | None:
@@ -65,12 +65,12 @@ class Custom(CustomOperations["Step"]):
         return self._defaults[action]
 
 
-def _checked(function: CustomFunction, workplace: Workplace) -> CustomFunction:
+def _checked(function: CustomFunction, operations: NativeOperations) -> CustomFunction:
     """The function, and a check that it has run the forwards and backwards of its action."""
 
     def checked(action: Action, context: Context) -> None:
         function(action, context)
-        missing = workplace.find_unrun(action, context.step)
+        missing = operations.find_unrun(action, context.step)
         if missing is not None:
             place = "" if missing is action else f", a part of {action}"
             raise StageError(

@@ -28,10 +28,10 @@ from penstock.ir.schedule import Schedule
 from penstock.lowering.pipeline import lower
 from penstock.runtime.batches import Batches
 from penstock.runtime.custom_functions import Custom, CustomFunction
+from penstock.runtime.ends import DetachedInputs
 from penstock.runtime.failure_scope import Telling, failure_of
 from penstock.runtime.grad_clipping import clip_grad_norm_
 from penstock.runtime.grad_scaling import Scaling
-from penstock.runtime.inputs import Detached
 from penstock.runtime.loss_weights import LossWeights
 from penstock.runtime.losses import MEAN, Weight, check_reduction, find_shares
 from penstock.runtime.parity import Parity, check_parity
@@ -46,7 +46,7 @@ from penstock.verification.check import verify as prove
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 
-    from penstock.execution.native import Workplace
+    from penstock.execution.native import NativeOperations
     from penstock.graph.comm_model import CommModel
     from penstock.ir.actions import Action
     from penstock.runtime.batches import Batch
@@ -211,7 +211,7 @@ class Pipeline:
             varying = self._programs.edges is None or self._shapes == PER_MICROBATCH
             batch = self._batches.of_step(args, kwargs, target, varying=varying)
             program = self._programs.training(batch, self._customized)
-            detached = Detached(batch.args, batch.kwargs)
+            detached = DetachedInputs(batch.args, batch.kwargs)
             shares = self._shares(batch)
             weights = self._loss_weights(shares, target)
             step = Step(
@@ -431,11 +431,11 @@ class Pipeline:
 
     # In a step ------------------------------------------------------------------------------------------------------
 
-    def _customized(self, workplace: Workplace) -> Custom:
+    def _customized(self, operations: NativeOperations) -> Custom:
         """What makes the operations of a program: with the user's functions, and by the clock while recording."""
         if self._record is not None:
-            return self._record.custom(workplace, self._custom)
-        return Custom(self, workplace, self._custom)
+            return self._record.custom(operations, self._custom)
+        return Custom(self, operations, self._custom)
 
     def _shares(self, batch: Batch) -> Sequence[float]:
         scale = 1.0 if self._scaling is None else self._scaling.begin()

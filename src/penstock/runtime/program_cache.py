@@ -9,19 +9,19 @@ from penstock.errors import MetadataError, StageError
 from penstock.execution.compiler import compile_program
 from penstock.execution.edges import Agreed, Announced, Local
 from penstock.execution.microbatch_kinds import kinds_of
-from penstock.execution.native import Workplace
+from penstock.execution.native import NativeOperations
 from penstock.execution.send_releases import find_releases
 from penstock.execution.single_tensor_edge import Single, is_single
 from penstock.graph.comm_model import CommModel
 from penstock.lowering.forwards import forwards_of
 from penstock.lowering.pipeline import lower
 from penstock.runtime import shape_negotiation as agreeing
+from penstock.runtime.ends import BatchInputs, LossHead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.execution.edges import Edge
-    from penstock.execution.native import LossFunction
     from penstock.execution.program import Program
     from penstock.execution.stage import Stage
     from penstock.execution.step import Step
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.runtime.batches import Batch
     from penstock.runtime.custom_functions import Custom
+    from penstock.runtime.ends import LossFunction
     from penstock.runtime.transport.protocol import Transport
 
     #: Makes what makes the operations.
-    Customized = Callable[[Workplace], Custom]
+    Customized = Callable[[NativeOperations], Custom]
 
 #: Ways to know what goes over an edge, besides giving it.
 INFERRED: Final = "inferred"
@@ -157,20 +158,19 @@ class Programs:
     def _compiled(
         self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: LossFunction | None, customized: Customized
     ) -> Program[Step]:
-        transport = self._transport
-        workplace = Workplace(
-            self._stages,
-            edges,
-            count=schedule.stages,
+        transport, stages, last = self._transport, self._stages, schedule.stages - 1
+        operations = NativeOperations(
+            stages,
+            {index: edges[index - 1] if index > 0 else BatchInputs() for index in stages},
+            {index: edges[index] if index < last else LossHead(stages[index], loss_fn) for index in stages},
             microbatches=schedule.microbatches,
-            loss_fn=loss_fn,
             progress=transport.progress,
         )
         # Only where messages do not queue may receives be posted early, and sends waited for without a proof.
         has_no_lanes = transport.model.lanes == "message"
         return compile_program(
             [action for action in schedule.actions[transport.rank] if action is not None],
-            customized(workplace),
+            customized(operations),
             find_releases(schedule, transport.rank, by_level=has_no_lanes),
             rank=transport.rank,
             rank_of=dict(enumerate(schedule.placement.rank_of)).get,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from penstock.execution.native import Workplace
+    from penstock.execution.native import NativeOperations
     from penstock.execution.program import Program
     from penstock.execution.step import Operation, Step
     from penstock.execution.transport import Pending
@@ -164,9 +164,9 @@ class Recording:
         finally:
             self._open = False
 
-    def custom(self, workplace: Workplace, functions: Mapping[ComputationType, CustomFunction]) -> Custom:
+    def custom(self, operations: NativeOperations, functions: Mapping[ComputationType, CustomFunction]) -> Custom:
         """The maker of operations that record their times."""
-        return _TimedOperations(self, self._pipe, workplace, functions)
+        return _TimedOperations(self, self._pipe, operations, functions)
 
     def timed(self, action: Action, operation: Operation) -> Operation:
         """An operation that records its times."""
@@ -248,10 +248,10 @@ class _TimedOperations(Custom):
         self,
         record: Recording,
         pipe: Pipeline,
-        workplace: Workplace,
+        operations: NativeOperations,
         functions: Mapping[ComputationType, CustomFunction],
     ) -> None:
-        super().__init__(pipe, workplace, functions)
+        super().__init__(pipe, operations, functions)
         self._record = record
 
     def default(self, action: Action) -> Operation | None:

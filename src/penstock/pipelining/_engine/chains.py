@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.ir.actions import REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import gpipe_label, gpipe_row, no_label, one_f_one_b_row
 from penstock.pipelining._engine.programs import may_post_ahead, program_of_order, program_of_row
-from penstock.pipelining._engine.selection import Shortcut
+from penstock.pipelining._engine.selection import Mode
 from penstock.pipelining._schedule.actions import _Action
 from penstock.pipelining._schedule.passes import compute_rows_with_transfers
 from penstock.pipelining._schedule.rows import as_rows
@@ -26,14 +26,14 @@ _GPIPE_IN_FLIGHT: Final = 6
 
 
 def program_of_gpipe(
-    stage: Any, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut = Shortcut.NONE, backwards: bool = True
+    stage: Any, microbatches: int, *, calls: Calls, trains: bool, mode: Mode = Mode.METHODS, backwards: bool = True
 ) -> Compiled:
     """Compile the program of one stage of GPipe, or of its forwards only."""
-    if way and _may_post_alone(stage):
+    if mode and _may_post_alone(stage):
         order = as_rows(gpipe(stage.num_stages, microbatches))
         if not backwards:
             order = {rank: row[:microbatches] for rank, row in order.items()}
-        return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, way=way)
+        return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, mode=mode)
     row = gpipe_row(stage, microbatches, backwards=backwards, reduces=trains)
     return program_of_row(
         row,
@@ -41,21 +41,21 @@ def program_of_gpipe(
         microbatches,
         calls=calls,
         trains=trains,
-        way=way,
+        mode=mode,
         in_flight=_GPIPE_IN_FLIGHT,
         label=gpipe_label,
     )
 
 
 def program_of_one_f_one_b(
-    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut = Shortcut.NONE
+    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, mode: Mode = Mode.METHODS
 ) -> Compiled:
     """Compile the program of one stage of 1F1B."""
-    if way and _may_post_alone(stage):
+    if mode and _may_post_alone(stage):
         order = as_rows(one_f_one_b(stages, microbatches))
-        return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, way=way)
+        return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, mode=mode)
     row = one_f_one_b_row(stage.stage_index, stages, microbatches, reduces=trains)
-    return program_of_row(row, stage, microbatches, calls=calls, trains=trains, way=way, in_flight=1, label=no_label)
+    return program_of_row(row, stage, microbatches, calls=calls, trains=trains, mode=mode, in_flight=1, label=no_label)
 
 
 def _may_post_alone(stage: Any) -> bool:
@@ -63,10 +63,10 @@ def _may_post_alone(stage: Any) -> bool:
     return isinstance(stage, StageInference) and may_post_ahead([stage])
 
 
-def _of_any_order(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool, way: Shortcut) -> Compiled:
+def _of_any_order(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool, mode: Mode) -> Compiled:
     index, stages = stage.stage_index, len(order)
     rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
     row = [*rows[index], *([_Action(index, REDUCE_GRAD)] if trains else [])]
     return program_of_order(
-        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, way=way
+        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, mode=mode
     )

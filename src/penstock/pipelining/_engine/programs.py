@@ -16,8 +16,8 @@ from penstock.execution.send_releases import Releases, find_releases, release_at
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import releases_of
 from penstock.pipelining._engine.methods import Calls, MethodOperations, ScaleGradients
-from penstock.pipelining._engine.plain import PlainMaker
-from penstock.pipelining._engine.selection import Shortcut
+from penstock.pipelining._engine.native import Native, can_run_natively, facts_of
+from penstock.pipelining._engine.selection import Mode
 from penstock.pipelining._schedule.actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._schedule.rows import as_schedule
@@ -31,24 +31,31 @@ if TYPE_CHECKING:
     from penstock.execution.operations import OperationSet
     from penstock.execution.program import Program
     from penstock.ir.actions import ComputationType
-    from penstock.pipelining._engine.step import Custom, MethodStep
+    from penstock.pipelining._engine.step import Custom
 
 #: Stands for the rank of a message where that is not known.
 _SOME_RANK: Final = -1
 
 
 class Compiled(NamedTuple):
-    """A program, and the stages whose gradients it scales, in order."""
+    """A program, and what a step needs to run it.
 
-    program: Program[MethodStep]
+    Attributes:
+        program: the program.
+        scaled: the stages whose gradients it scales, in order.
+        native: what its operations work with, if they are the native ones.
+    """
+
+    program: Program[Any]
     scaled: Sequence[Any]
+    native: Native | None = None
 
 
 class Kept:
     """A program, and what it was made from: it is made again when that has changed."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[bool, Shortcut], tuple[Compiled, tuple[Any, ...]]] = {}
+        self._made: dict[tuple[bool, Mode], tuple[Compiled, tuple[Any, ...]]] = {}
 
     def program(
         self,
@@ -58,12 +65,12 @@ class Kept:
         microbatches: int,
         customs: Mapping[ComputationType, Custom],
         trains: bool,
-        way: Shortcut,
+        mode: Mode,
         make: Callable[[], Compiled],
     ) -> Compiled:
         """The program for these rows; ``make`` makes it.
 
-        There is one for training, one for evaluation, and of each one for every way. The row of this rank is compared
+        There is one for training, one for evaluation, and of each one for every mode. The row of this rank is compared
         action by action, those of others by identity and length only.
         """
         others = [rows[each] for each in rows]
@@ -72,12 +79,13 @@ class Kept:
             for stage in stages
         ]
         sizes = [microbatches, *map(len, others)]
-        facts = (rows[rank], list(stages), dict(customs), [*rows], kinds, [*map(id, others)], sizes)
-        program, known = self._made.get((trains, way), (None, ()))
+        specs = [*map(facts_of, stages)] if mode is Mode.NATIVE else []
+        facts = (rows[rank], list(stages), dict(customs), [*rows], kinds, [*map(id, others)], sizes, specs)
+        program, known = self._made.get((trains, mode), (None, ()))
         if program is None or facts != known[:-1]:
             program = make()
             # The rows are kept, so that none can come to have the identity of one that is gone.
-            self._made[trains, way] = program, (list(rows[rank]), *facts[1:], others)
+            self._made[trains, mode] = program, (list(rows[rank]), *facts[1:], others)
         return program
 
 
@@ -89,7 +97,7 @@ def program_of_order(
     *,
     calls: Calls,
     trains: bool,
-    way: Shortcut = Shortcut.NONE,
+    mode: Mode = Mode.METHODS,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
 ) -> Compiled:
@@ -103,14 +111,21 @@ def program_of_order(
         calls: how stages are called.
         trains: whether there are backwards. An evaluation asks for them too, which stages without backward ignore, but
             reduces and scales nothing.
-        way: how short its way is.
+        mode: which operations run.
         customs: functions of the user, by the type of action that they stand for.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
     """
     customs = customs or {}
     _check_stages(rows[rank], stages, customs)
     row = [*_with_scaling(rows[rank], microbatches)] if scales_after_backward else rows[rank]
-    operations: OperationSet[MethodStep] = operations_of(way, stages, microbatches, calls, trains=trains)
+    native = None
+    if mode is Mode.NATIVE and can_run_natively(rows[rank], stages, microbatches, trains=trains):
+        native = Native.of(row, stages, microbatches, calls=calls, trains=trains)
+    operations: OperationSet[Any]
+    if native is not None:
+        operations = native.operations
+    else:
+        operations = operations_of(mode, stages, microbatches, calls, trains=trains)
     if customs:
         operations = CustomOperations(operations, customs, lambda step: step.context(), in_overlaps=False)
     rank_of = _rank_of(stages)
@@ -122,7 +137,7 @@ def program_of_order(
         rank_of=rank_of,
         early_receives=not customs and may_post_ahead(stages.values()),
     )
-    return Compiled(program, _scaled(row, stages, customs) if trains else [])
+    return Compiled(program, _scaled(row, stages, customs) if trains else [], native)
 
 
 def program_of_row(
@@ -132,7 +147,7 @@ def program_of_row(
     *,
     calls: Calls,
     trains: bool,
-    way: Shortcut,
+    mode: Mode,
     in_flight: int,
     label: Callable[[Any], str | None],
 ) -> Compiled:
@@ -140,7 +155,7 @@ def program_of_row(
     stages = {stage.stage_index: stage}
     program = compile_program(
         row,
-        operations_of(way, stages, microbatches, calls, trains=trains, label=label),
+        operations_of(mode, stages, microbatches, calls, trains=trains, label=label),
         releases_of(row, microbatches, in_flight=in_flight),
         rank=stage.stage_index,
         rank_of=lambda _: None,
@@ -212,7 +227,7 @@ def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Ma
 
 
 def operations_of(
-    way: Shortcut,
+    mode: Mode,
     stages: Mapping[int, Any],
     microbatches: int,
     calls: Calls,
@@ -220,9 +235,8 @@ def operations_of(
     trains: bool,
     label: Callable[[Any], str | None] = _get_profiler_function_name,
 ) -> MethodOperations:
-    """The operations of these stages, by this way."""
-    kind = PlainMaker if way is Shortcut.ALL else MethodOperations
-    return kind(stages, microbatches, calls, trains=trains, directly=way >= Shortcut.MESSAGES, label=label)
+    """The operations of these stages, in this mode."""
+    return MethodOperations(stages, microbatches, calls, trains=trains, directly=mode >= Mode.DIRECT, label=label)
 
 
 def may_post_ahead(stages: Iterable[Any]) -> bool:

@@ -53,22 +53,22 @@ _ALL: Final = (
 _AT_OUTPUTS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT, OVERLAP_F_B})
 
 
-class Shortcut(IntEnum):
-    """How short the way through a step is.
+class Mode(IntEnum):
+    """Which operations a step runs.
 
     Attributes:
-        NONE: through every method and function that a program may have replaced.
-        MESSAGES: messages begin without operations that describe them.
-        ALL: besides, an action is one function.
+        METHODS: those of the stages and the schedule, through every method and function that a program may replace.
+        DIRECT: the same, but messages are posted without operations that describe them.
+        NATIVE: the native operations.
     """
 
-    NONE = 0
-    MESSAGES = 1
-    ALL = 2
+    METHODS = 0
+    DIRECT = 1
+    NATIVE = 2
 
 
-def shortcut(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Shortcut:
-    """The shortest way that a step can take.
+def select_mode(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Mode:
+    """Find which operations a step can run, as far as its stages and the schedule have a say in it.
 
     Args:
         stages: the stages of the rank.
@@ -76,20 +76,10 @@ def shortcut(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Shortcut:
         is_plain: whether the schedule itself does what is written here, and nothing else.
     """
     if not _is_unobserved(names):
-        return Shortcut.NONE
+        return Mode.METHODS
     if is_plain and all(map(_is_plain, stages)):
-        return Shortcut.ALL
-    return Shortcut.MESSAGES if _sends_as_written(stages) else Shortcut.NONE
-
-
-def begins_directly(stages: Sequence[Any], names: Any) -> bool:
-    """Whether messages may begin without an operation object that describes them.
-
-    Not if a stage makes operations of its own, if ``names``, the module with upstream's path, has other functions than
-    it came with, or if a profiler, a dispatch mode or a log is to see them. An observer of another kind, such as that
-    for execution traces, cannot be seen from here, and does not see them.
-    """
-    return _is_unobserved(names) and _sends_as_written(stages)
+        return Mode.NATIVE
+    return Mode.DIRECT if _sends_as_written(stages) else Mode.METHODS
 
 
 def _is_unobserved(names: Any) -> bool:
@@ -106,19 +96,24 @@ def _sends_as_written(stages: Sequence[Any]) -> bool:
 
 def _is_plain(stage: Any) -> bool:
     """Whether nothing of a stage is replaced that a step uses, and its module is not shared."""
-    return is_as_written(stage, *_ALL) and _makes_weights_itself(stage) and not stage._runtime_validate
+    return (
+        is_as_written(stage, *_ALL)
+        and _makes_weights_itself(stage)
+        and not stage._runtime_validate
+        and not stage._has_own_buffers
+    )
 
 
 @contextmanager
 def looked_at(
-    stages: Sequence[Any], customs: Collection[ComputationType], known: Shortcut = Shortcut.NONE
+    stages: Sequence[Any], customs: Collection[ComputationType], known: Mode = Mode.METHODS
 ) -> Iterator[None]:
     """Around a step in which functions of the user run in place of actions of these types.
 
     If there are none, stages that compute as written here (which they do where the shortest way is known to be right)
     need not look again. If there is one for backwards, outputs stay where it may look for them.
     """
-    plain = [] if customs else [stage for stage in stages if known is Shortcut.ALL or _computes_as_written(stage)]
+    plain = [] if customs else [stage for stage in stages if known is Mode.NATIVE or _computes_as_written(stage)]
     watched = stages if _AT_OUTPUTS.intersection(customs) else []
     for stage in plain:
         stage._is_plain = True

@@ -75,3 +75,9 @@ class MethodStep:
     backward_receives: dict[Key, Works] = field(default_factory=dict)
     counter: Counter[int] = field(default_factory=Counter)
     sends: dict[int, Works] = field(default_factory=dict)
+
+    @property
+    def receives(self) -> list[Any]:
+        """The receives that are in flight."""
+        posted: list[Works] = [*self.forward_receives.values(), *self.backward_receives.values()]
+        return [work for works in posted for work in works]

@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -15,9 +16,10 @@ import torch.distributed as dist
 
 from penstock.execution.transport import Progress
 from penstock.pipelining._engine.gradient_scaling import scaled_once
+from penstock.pipelining._engine.native import NativeStep
 from penstock.pipelining._engine.preparation import Preparation
 from penstock.pipelining._engine.programs import Kept
-from penstock.pipelining._engine.selection import looked_at, shortcut
+from penstock.pipelining._engine.selection import Mode, looked_at, select_mode
 from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._stage.inference import StageInference
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from penstock.ir.actions import ComputationType
+    from penstock.pipelining._engine.native import Native
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Shortcut
     from penstock.pipelining._engine.step import Batch
     from penstock.pipelining._stage.sharded_batch import Samples
     from penstock.pipelining.microbatch import TensorChunkSpec
@@ -105,6 +107,9 @@ class _PipelineSchedule(ABC):
                 f"microbatches {sorted(self._loss_places)}"
             )
         return self._internal_losses[place]
+
+    def _replace_loss(self, mb_index: int, loss: torch.Tensor) -> None:
+        self._internal_losses[self._loss_places.get(mb_index, mb_index)] = loss
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
         """Hand the losses over in the order of the microbatches, and forget them."""
@@ -197,6 +202,8 @@ class _PipelineSchedule(ABC):
 
     #: Whether a step has failed while messages were on their way to this rank.
     _was_cut_off = False
+    #: Whether a step has run.
+    _has_run = False
     #: What all microbatches of the step that begins are called with.
     _coming: tuple[list[Any], list[Any]] = ([], [])
     #: The batch of the step that begins, and the target, if they are not split yet.
@@ -377,7 +384,7 @@ class _PipelineSchedule(ABC):
         batch: Batch,
         *,
         stages: list[Any],
-        program: Callable[[Shortcut], Compiled],
+        program: Callable[[Mode], Compiled],
         initialize: Callable[..., None],
     ) -> None:
         """A step, as ``_step_microbatches`` is told it.
@@ -394,14 +401,17 @@ class _PipelineSchedule(ABC):
         arg_mbs, kwarg_mbs = self._check_inputs(batch.arg_mbs, batch.kwarg_mbs, targets, batch.losses)
         # Before anybody is talked to: an order of other stages is refused here.
         customs = self._customs()
-        way = shortcut(stages, replaceable(), is_plain=not customs and self._computes_loss_as_written())
-        made = program(way)
+        mode = select_mode(stages, replaceable(), is_plain=not customs and self._computes_loss_as_written())
+        made = program(min(mode, Mode.DIRECT)) if mode is not Mode.NATIVE or not self._has_run else None
         self._coming = arg_mbs, kwarg_mbs
         initialize(arg_mbs[0], kwarg_mbs[0], None if targets is None else targets[0], batch.loss_kwargs)
         self._coming, self._whole = ([], []), None
-        step = self._new_step(batch, arg_mbs, kwarg_mbs)
-        with looked_at(stages, customs, way):
-            self._run(made, step)
+        self._has_run = True
+        if mode is Mode.NATIVE or made is None:  # what goes between stages is known by now
+            made = program(Mode.NATIVE)
+        step = self._new_native_step(made.native, batch, arg_mbs, kwarg_mbs) if made.native else None
+        with looked_at(stages, customs, mode):
+            self._run(made, step or self._new_step(batch, arg_mbs, kwarg_mbs))
         self._update_losses(stages, batch.losses)
 
     def _computes_loss_as_written(self) -> bool:
@@ -410,6 +420,19 @@ class _PipelineSchedule(ABC):
     def _customs(self) -> Collection[ComputationType]:
         """The types of the actions in place of which functions of the user run."""
         return ()
+
+    def _new_native_step(self, native: Native, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> NativeStep:
+        return NativeStep(
+            self,
+            self._n_microbatches,
+            args=arg_mbs,
+            kwargs=kwarg_mbs,
+            targets=batch.target_mbs,
+            return_outputs=batch.return_outputs,
+            loss_kwargs=batch.loss_kwargs,
+            stages=native.stages,
+            trains=self._has_backward,
+        )
 
     def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> MethodStep:
         """The state of a step that begins, with these arguments in place of what may not be given."""
@@ -426,22 +449,24 @@ class _PipelineSchedule(ABC):
             context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, targets, losses),
         )
 
-    def _run(self, made: Compiled, step: MethodStep) -> None:
+    def _run(self, made: Compiled, step: Any) -> None:
         """Run a program."""
         factor = self._n_microbatches if self.scale_grads else 1
-        program, progress = made.program, Progress()
+        program, native = made.program, made.native
+        progress = Progress() if native is None else native.link.progress
         try:
-            with scaled_once(made.scaled, factor):
+            with scaled_once(made.scaled, factor), nullcontext() if native is None else native.scope():
                 program.run(step, progress, replaceable().record_function)
         except BaseException as error:
             line = program.line_at(progress)
             if line is not None and isinstance(error, Exception):
                 self._tell_failure(line.position)
             self._forget_losses()
-            waited_for: list[list[Any]] = [*step.forward_receives.values(), *step.backward_receives.values()]
-            self._was_cut_off = any(
-                isinstance(work, dist.Work) and not work.is_completed() for works in waited_for for work in works
-            )
+            self._was_cut_off = any(isinstance(work, dist.Work) and not work.is_completed() for work in step.receives)
+            if native is not None and isinstance(error, Exception):
+                failure = native.describe_failure(step, error)
+                if failure is not None:
+                    raise failure from error
             raise
 
     def _tell_failure(self, place: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._engine.selection import Mode
     from penstock.pipelining._schedule.rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase
@@ -152,7 +152,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
         self._run_microbatches(batch, stages=self._stages, program=self._program, initialize=self._initialize_stages)
 
-    def _program(self, way: Shortcut) -> Compiled:
+    def _program(self, mode: Mode) -> Compiled:
         """The program of this rank: the order with transfers, which are not part of it."""
         trains, order = self._has_backward, self.pipeline_order
         return self._kept.program(
@@ -162,7 +162,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._n_microbatches,
             {},
             trains,
-            way,
+            mode,
             lambda: program_of_order(
                 compute_rows_with_transfers(order, self.stage_index_to_group_rank, self._num_stages),
                 self.rank,
@@ -170,7 +170,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 self._n_microbatches,
                 calls=Calls(),
                 trains=trains,
-                way=way,
+                mode=mode,
                 scales_after_backward=True,
             ),
         )

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from penstock.pipelining._engine.native import Native, NativeStep
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._engine.selection import Mode
     from penstock.pipelining._engine.step import Batch, Custom, MethodStep
     from penstock.pipelining._schedule.actions import _Action, _ComputationType
     from penstock.pipelining._schedule.base import _PipelineSchedule
@@ -167,6 +168,10 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if index not in self.unsharded_stages:
             raise OrderError(f"stage {index} computes while its parameters are sharded; put {index}UNSHARD before")
 
+    def _new_native_step(self, native: Native, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> NativeStep:
+        self.backward_counter.clear()
+        return super()._new_native_step(native, batch, arg_mbs, kwarg_mbs)
+
     def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> MethodStep:
         self.backward_counter.clear()
         step = super()._new_step(batch, arg_mbs, kwarg_mbs)
@@ -174,9 +179,11 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         step.counter = self.backward_counter
         return step
 
-    def _run(self, made: Compiled, step: MethodStep) -> None:
+    def _run(self, made: Compiled, step: Any) -> None:
         try:
             super()._run(made, step)
+            if made.native is not None:
+                self.backward_counter.update(made.native.backwards)
             if self.unshard_ops:
                 raise OrderError(f"stages {sorted(self.unshard_ops)} were unsharded and not used after")
         except BaseException:
@@ -193,7 +200,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def _customs(self) -> Collection[_ComputationType]:
         return self._comp_type_to_function_map.keys()
 
-    def _program(self, way: Shortcut) -> Compiled:
+    def _program(self, mode: Mode) -> Compiled:
         if getattr(self, "pipeline_order_with_comms", None) is None:
             raise OrderError("there is no order to run; call _prepare_schedule_with_comms() or _load_csv() before")
         trains, rows, customs = self._has_backward, self.pipeline_order_with_comms, self._comp_type_to_function_map
@@ -204,7 +211,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             self._n_microbatches,
             customs,
             trains,
-            way,
+            mode,
             lambda: program_of_order(
                 rows,
                 self.rank,
@@ -212,7 +219,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 self._n_microbatches,
                 calls=Calls(gathers=True),
                 trains=trains,
-                way=way,
+                mode=mode,
                 customs=dict(customs),
             ),
         )

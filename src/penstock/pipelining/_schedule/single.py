@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Shortcut
+    from penstock.pipelining._engine.selection import Mode
     from penstock.pipelining._engine.step import MethodStep
     from penstock.pipelining._schedule.rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec
@@ -83,21 +83,21 @@ class PipelineScheduleSingle(_PipelineSchedule):
         """The order for tools that show it; None if there is none."""
         return None
 
-    def _run_program(self, make: Callable[[bool, Shortcut], Compiled], batch: Batch) -> None:
-        """A step, by a program that ``make`` makes: for training or not, by this way."""
+    def _run_program(self, make: Callable[[bool, Mode], Compiled], batch: Batch) -> None:
+        """A step, by a program that ``make`` makes: for training or not, in this mode."""
         trains = self._has_backward
         self._run_microbatches(
             batch,
             stages=[self._stage],
-            program=lambda way: self._kept.program(
+            program=lambda mode: self._kept.program(
                 _NO_ORDER,
                 0,
                 [self._stage],
                 self._n_microbatches,
                 {},
                 trains,
-                way,
-                lambda: make(trains, way),
+                mode,
+                lambda: make(trains, mode),
             ),
             initialize=self._initialize_stage,
         )
@@ -139,8 +139,8 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
         calls = Calls(saves_outputs=False, computes_loss=False)
         self._run_program(
-            lambda _, way: program_of_gpipe(
-                self._stage, self._n_microbatches, calls=calls, trains=False, way=way, backwards=False
+            lambda _, mode: program_of_gpipe(
+                self._stage, self._n_microbatches, calls=calls, trains=False, mode=mode, backwards=False
             ),
             Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
@@ -162,8 +162,8 @@ class ScheduleGPipe(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains, way: program_of_gpipe(
-                self._stage, self._n_microbatches, calls=calls, trains=trains, way=way
+            lambda trains, mode: program_of_gpipe(
+                self._stage, self._n_microbatches, calls=calls, trains=trains, mode=mode
             ),
             Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
@@ -205,8 +205,8 @@ class Schedule1F1B(PipelineScheduleSingle):
     ) -> None:
         calls = Calls(tells_whole=False)
         self._run_program(
-            lambda trains, way: program_of_one_f_one_b(
-                self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, way=way
+            lambda trains, mode: program_of_one_f_one_b(
+                self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, mode=mode
             ),
             Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )

@@ -101,12 +101,17 @@ class StageCompute(StageEdges):
     def _keep(self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: tuple[Any, ...]) -> None:
         """Keep what a backward begins and ends with.
 
-        Nobody asks again for the outputs of a last stage that nothing can be differentiated of.
+        Outputs that nothing can be differentiated of are kept only to be sent.
         """
-        if not self.is_last or self._has_backward or torch.is_grad_enabled():
+        if self._has_backward or torch.is_grad_enabled() or not (self.is_last or self._is_next_local()):
             self.fwd_cache[microbatch] = outputs, flat(args, kwargs)
             if kwargs:
                 self._by_keyword[microbatch] = len(flatten_args(kwargs))
+
+    def _is_next_local(self) -> bool:
+        """Whether the next stage is on this rank, and takes the outputs as they are."""
+        rank_of: dict[int, int] = getattr(self, "stage_index_to_group_rank", {})
+        return rank_of.get(self.stage_index + 1) == getattr(self, "group_rank", None)
 
     def _forward_failure(
         self, microbatch: int, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
@@ -156,7 +161,7 @@ class StageCompute(StageEdges):
         # Arguments by keyword belong to the user, and so do their gradients.
         received = inputs[:-by_keyword] if by_keyword else inputs
         if not any(map(_is_root, (loss,) if is_last else outputs)):
-            self._check_trained(loss, outputs, received)
+            self._check_trained(loss, outputs, any(map(_needs_gradient, received)))
         beginning = {
             "stage_output": loss if is_last else outputs,
             "output_grads": None if is_last else self._output_gradients(bwd_chunk_id, outputs),
@@ -176,7 +181,7 @@ class StageCompute(StageEdges):
             self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
 
-    def _check_trained(self, loss: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def _check_trained(self, loss: Any, outputs: Sequence[Any], has_inputs: bool) -> None:
         """Refuse a loss that trains nothing though it should; warn where torch goes on without a word."""
         if self.dw_builder or (self.is_last and not isinstance(loss, torch.Tensor)):
             return
@@ -187,7 +192,7 @@ class StageCompute(StageEdges):
                 f"stage {self.stage_index}: the loss does not require grad, though the output of the last stage does: "
                 "is it detached in loss_fn, made by .item() or under no_grad?"
             )
-        if self.is_last and (trained or (not self.is_first and any(map(_needs_gradient, inputs)))):
+        if self.is_last and (trained or (not self.is_first and has_inputs)):
             what = "parameters" if trained else "inputs"
             raise RuntimeError(
                 f"stage {self.stage_index}: neither the output of the last stage nor the loss requires grad, though "
@@ -216,15 +221,18 @@ class StageCompute(StageEdges):
         gradients = self._retrieve_recv_grads(microbatch)
         for index, gradient in enumerate(gradients):
             if gradient is None and self._requires_gradient_now(outputs, index, microbatch):
-                raise PipeliningMetadataError(
-                    f"stage {self.stage_index} microbatch {microbatch}: output {index} requires a gradient, but did "
-                    "not when the stages agreed on what goes between them, so none comes. Make a new schedule after "
-                    "parameters were unfrozen, or give output_args and input_args that require a gradient"
-                )
+                raise self._unagreed_gradient(microbatch, index)
         if self._runtime_validate:
             what = f"Stage {self.stage_index} backward input (output_grads)"
             self._validate_stage_tensors(what, self._metas_of(microbatch).output_grads, gradients)
         return gradients
+
+    def _unagreed_gradient(self, microbatch: int, index: int) -> PipeliningMetadataError:
+        return PipeliningMetadataError(
+            f"stage {self.stage_index} microbatch {microbatch}: output {index} now requires a gradient but did not "
+            "when shapes were negotiated, so none is sent back; create a new schedule after unfreezing parameters, or "
+            "pass output_args and input_args that require a gradient"
+        )
 
     def _requires_gradient_now(self, outputs: tuple[Any, ...], index: int, microbatch: int) -> bool:
         """Whether an output has a history, and was found to have none before the first step."""
@@ -330,7 +338,7 @@ class StageCompute(StageEdges):
 
     def _gradients_of(self, inputs: Sequence[Any]) -> Gradients:
         """The gradients of inputs after a backward; those of the model's own inputs are the user's, and stay there."""
-        return _kept(inputs) if self.is_first else _taken(inputs)
+        return kept_gradients(inputs) if self.is_first else _taken(inputs)
 
     def _input_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, list[dict[str, Any]]]:
         inputs = beginning["input_values"]
@@ -522,7 +530,7 @@ def _taken(inputs: Sequence[Any]) -> Gradients:
     return tuple(found)
 
 
-def _kept(inputs: Sequence[Any]) -> Gradients:
+def kept_gradients(inputs: Sequence[Any]) -> Gradients:
     """The gradients of what the model was called with: they are the user's, and stay where they are."""
     return tuple([value.grad if _needs_gradient(value) and value.is_leaf else None for value in inputs])
 

@@ -318,11 +318,13 @@ class StageEdges(StageState):
         for name in ("bwd_cache", "backward_state", "dw_runner"):  # which a stand-in may not have
             getattr(self, name, {}).clear()
         self._connections.clear()
+        self._has_own_buffers = False
         for infos in (*self.args_recv_info.values(), *getattr(self, "grad_recv_info", {}).values()):
             for info in infos:
                 info.forget()
                 if info.buffer is not None and not info.is_root_arg:
                     info.buffer.grad = None
+                    self._has_own_buffers = True
 
 
 def beginning(output: Any) -> Any:

@@ -61,6 +61,8 @@ class StageState:
     _is_plain = False
     #: Whether, while this step runs, functions of the user may look at outputs that are on their way.
     _is_watched = False
+    #: Whether the program has put buffers of its own where inputs are received.
+    _has_own_buffers = False
     #: Which kind each microbatch is of, if there are several: those of one kind have equal shapes.
     _kinds: tuple[int, ...] = ()
     #: What is known of kinds other than the first.

@@ -12,11 +12,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.execution.edges import arguments, present, roots_of
-from penstock.execution.native import loss_of
 from penstock.execution.preserved_state import copied
 from penstock.execution.step import Flight
 from penstock.execution.value_spec import flatten, wire
 from penstock.execution.wire_format import decode, encode
+from penstock.runtime.ends import compute_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +119,7 @@ class PlainRun:
             if len(self.outputs) == microbatch:  # and not one that is run once more
                 self.outputs.append(copied(output))
             assert self._loss_fn is not None
-            loss = loss_of(self._loss_fn, output, target)
+            loss = compute_loss(self._loss_fn, output, target)
             return loss, Flight(stage.loss_root(loss, output), inputs)
 
         output, flight = call(begin, copied(kwargs))

@@ -1,4 +1,4 @@
-"""The short ways through a step: taken where nothing of a program's own is between, and by each rank for itself."""
+"""Which operations a step runs: the native ones, or the methods of stages; chosen by each rank for itself."""
 
 import logging
 from contextlib import ExitStack, nullcontext
@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining._engine import selection as _schedule_shortcuts
-from penstock.pipelining._engine.selection import Shortcut, begins_directly, looked_at, shortcut
+from penstock.pipelining._engine import selection
+from penstock.pipelining._engine.selection import Mode, looked_at, select_mode
 from penstock.pipelining._schedule import base as _schedule_base
 from penstock.pipelining._stage.compute import StageCompute
 from pipelining.contracts import (
@@ -64,6 +64,10 @@ def replaced(name):
     return mock.patch.object(schedules, name, return_value=[])
 
 
+def posts_directly(stages):
+    return select_mode(stages, schedules, is_plain=False) is Mode.DIRECT
+
+
 REPLACED = {
     "_batch_p2p": lambda: replaced("_batch_p2p"),
     "_sorted_batch_p2p": lambda: replaced("_sorted_batch_p2p"),
@@ -80,22 +84,22 @@ REPLACED = {
 
 @pytest.mark.parametrize("what", REPLACED)
 def test_messages_begin_directly_unless_something_is_between(stage, what):
-    assert begins_directly([stage], schedules)
+    assert posts_directly([stage])
     with REPLACED[what]():
-        assert not begins_directly([stage], schedules)
-    assert begins_directly([stage], schedules)
+        assert not posts_directly([stage])
+    assert posts_directly([stage])
 
 
 def test_messages_that_are_logged_do_not_begin_directly(stage, caplog):
     with caplog.at_level(logging.DEBUG, "penstock.pipelining.schedules"):
-        assert not begins_directly([stage], schedules)
+        assert not posts_directly([stage])
 
 
 def test_a_stage_that_makes_messages_itself_is_asked_for_them(stage):
     other = SendsItself(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
-    assert not begins_directly([stage, other], schedules)
+    assert not posts_directly([stage, other])
     stage.get_bwd_recv_ops = stage.get_bwd_recv_ops
-    assert not begins_directly([stage], schedules)
+    assert not posts_directly([stage])
 
 
 def test_a_stage_is_plain_during_a_step_and_no_longer(stage):
@@ -116,44 +120,44 @@ def test_a_stage_is_watched_while_somebody_else_runs_backwards(stage, custom, wa
     assert not stage._is_watched
 
 
-METHODS = [name for name in _schedule_shortcuts._ALL if name not in _schedule_shortcuts._MESSAGES]
+METHODS = [name for name in selection._ALL if name not in selection._MESSAGES]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_action_is_one_function_unless_the_stage_has_its_own_way(stage, name):
-    assert shortcut([stage], schedules, is_plain=True) is Shortcut.ALL
+    assert select_mode([stage], schedules, is_plain=True) is Mode.NATIVE
     with mock.patch.object(Stage, name, getattr(Stage, name).__get__(stage), create=True):
-        assert shortcut([stage], schedules, is_plain=True) is Shortcut.MESSAGES
-    assert shortcut([stage], schedules, is_plain=True) is Shortcut.ALL
+        assert select_mode([stage], schedules, is_plain=True) is Mode.DIRECT
+    assert select_mode([stage], schedules, is_plain=True) is Mode.NATIVE
     vars(stage)[name] = None
-    assert shortcut([stage], schedules, is_plain=True) is Shortcut.MESSAGES
+    assert select_mode([stage], schedules, is_plain=True) is Mode.DIRECT
 
 
-@pytest.mark.parametrize("name", _schedule_shortcuts._MESSAGES)
+@pytest.mark.parametrize("name", selection._MESSAGES)
 def test_no_way_is_short_if_the_stage_makes_messages_itself(stage, name):
     with mock.patch.object(Stage, name, create=True):
-        assert shortcut([stage], schedules, is_plain=True) is Shortcut.NONE
+        assert select_mode([stage], schedules, is_plain=True) is Mode.METHODS
 
 
 def test_an_action_is_one_function_unless_something_else_wants_to_know(stage):
-    assert shortcut([stage], schedules, is_plain=False) is Shortcut.MESSAGES
+    assert select_mode([stage], schedules, is_plain=False) is Mode.DIRECT
     builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
-    assert shortcut([builder], schedules, is_plain=True) is Shortcut.MESSAGES
+    assert select_mode([builder], schedules, is_plain=True) is Mode.DIRECT
     stage._runtime_validate = True
-    assert shortcut([stage], schedules, is_plain=True) is Shortcut.MESSAGES
+    assert select_mode([stage], schedules, is_plain=True) is Mode.DIRECT
 
 
-def ways_of(schedule, *args, **kwargs):
-    """The ways that a step takes."""
-    ways = []
+def modes_of(schedule, *args, **kwargs):
+    """The modes that a step selects."""
+    modes = []
 
     def noted(*given, **named):
-        ways.append(shortcut(*given, **named))
-        return ways[-1]
+        modes.append(select_mode(*given, **named))
+        return modes[-1]
 
-    with mock.patch.object(_schedule_base, "shortcut", noted):
+    with mock.patch.object(_schedule_base, "select_mode", noted):
         schedule.step(*args, **kwargs)
-    return ways
+    return modes
 
 
 def single(kind, **options):
@@ -168,13 +172,13 @@ def test_a_schedule_with_its_own_way_to_a_loss_is_asked_for_it(name):
     x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
     with fake_group():
         schedule = single(schedules.ScheduleGPipe, loss_fn=averaged)
-        assert ways_of(schedule, x, target=target) == [Shortcut.ALL]
+        assert modes_of(schedule, x, target=target) == [Mode.NATIVE]
         for owner in (schedule, schedules.ScheduleGPipe, schedules._PipelineSchedule):
             original = getattr(schedule, name)
             with mock.patch.object(owner, name, side_effect=original) as asked:
-                assert ways_of(schedule, x, target=target) == [Shortcut.MESSAGES]
+                assert modes_of(schedule, x, target=target) == [Mode.DIRECT]
             assert asked.call_count == MICROBATCHES
-        assert ways_of(schedule, x, target=target) == [Shortcut.ALL]
+        assert modes_of(schedule, x, target=target) == [Mode.NATIVE]
 
 
 def test_custom_functions_take_the_long_way():
@@ -183,9 +187,9 @@ def test_custom_functions_take_the_long_way():
     with fake_group():
         schedule = single(schedules._PipelineScheduleRuntime, loss_fn=averaged)
         schedule._prepare_schedule_with_comms({0: Package(OURS).actions("0F0 0B0 0F1 0B1 0F2 0B2 0F3 0B3")})
-        assert ways_of(schedule, x, target=target) == [Shortcut.ALL]
+        assert modes_of(schedule, x, target=target) == [Mode.NATIVE]
         schedule.register_custom_function(schedules.B, lambda action, _: seen.append(str(action)))
-        assert ways_of(schedule, x, target=target) == [Shortcut.MESSAGES]
+        assert modes_of(schedule, x, target=target) == [Mode.DIRECT]
     assert seen == ["0B0", "0B1", "0B2", "0B3"]
 
 
@@ -378,21 +382,22 @@ def step_each_way(rank, ranks, name, kind, *, group):
     count = sum(map(len, placement))
     x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
     left, calls = {}, {}
-    for way in Shortcut:
+    for mode in Mode:
         model = MODELS[kind](layers(count))
         stages = [PipelineStage(model[index], index, count, CPU, group=group) for index in placement[rank]]
         schedule = Package(OURS).schedule_class(name)(
             stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_fn=of_any
         )
         keywords = {"factor": numbers(3, BATCH, WIDTH)} if kind == "by keyword" else {}
-        left[way] = []
+        left[mode], counts = [], []
         with (
-            mock.patch.object(_schedule_base, "shortcut", return_value=way),
+            mock.patch.object(_schedule_base, "select_mode", return_value=mode),
             mock.patch.object(StageCompute, "_backward", autospec=True, side_effect=StageCompute._backward) as backward,
             mock.patch.object(StageCompute, "_outgoing", autospec=True, side_effect=StageCompute._outgoing) as sent,
             mock.patch.object(StageCompute, "_incoming", autospec=True, side_effect=StageCompute._incoming) as come,
         ):
-            for method in (schedule.step, schedule.step, schedule.eval, torch.no_grad()(schedule.eval)):
+            for method in (schedule.step, schedule.step, torch.no_grad()(schedule.eval), schedule.eval):
+                counts.append((backward.call_count, sent.call_count, come.call_count))
                 losses = []
                 args, kwargs = step_arguments(stages, x, target, losses)
                 output = method(*args, **kwargs, **keywords)
@@ -402,8 +407,8 @@ def step_each_way(rank, ranks, name, kind, *, group):
                 ]
                 buffers = [[info.buffer for infos in one.args_recv_info.values() for info in infos] for one in stages]
                 gradients = [parameter.grad for one in stages for parameter in one.submod.parameters()]
-                left[way].append(told([output, losses, gradients, held, buffers]))
-            calls[way] = backward.call_count, sent.call_count, come.call_count
+                left[mode].append(told([output, losses, gradients, held, buffers]))
+            calls[mode] = counts[-1]  # an evaluation with gradients always runs by methods
     return left, calls
 
 
@@ -411,22 +416,22 @@ def step_each_way(rank, ranks, name, kind, *, group):
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_all_ways_leave_the_same(workers, name, kind):
     for left, calls in workers.run(step_each_way, name, kind, ranks=2):
-        for way in (Shortcut.MESSAGES, Shortcut.ALL):
-            assert left[way] == left[Shortcut.NONE]
-        backwards, _, receives = calls[Shortcut.MESSAGES]
+        for mode in (Mode.DIRECT, Mode.NATIVE):
+            assert left[mode] == left[Mode.METHODS]
+        backwards, _, receives = calls[Mode.DIRECT]
         assert backwards > 0
         assert receives > 0
         if kind == "one tensor":
-            assert calls[Shortcut.ALL] == (0, 0, 0)
+            assert calls[Mode.NATIVE] == (0, 0, 0)
 
 
-def halves_apart(way):
+def halves_apart(mode):
     """I in a step, W after it, by the program."""
     x, target = numbers(1, BATCH, WIDTH), numbers(2, BATCH, WIDTH)
     with fake_group():
         stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers(2))]
         schedule = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=summed, scale_grads=False)
-        with mock.patch.object(_schedule_base, "shortcut", return_value=way):
+        with mock.patch.object(_schedule_base, "select_mode", return_value=mode):
             row = " ".join(f"0F{each} 1F{each} 1I{each} 0I{each}" for each in range(MICROBATCHES))
             schedule.pipeline_order_with_comms = {0: Package(OURS).actions(row)}
             schedule.step(x, target=target)
@@ -438,9 +443,9 @@ def halves_apart(way):
 
 
 def test_weights_may_get_their_gradients_after_the_step():
-    expected = halves_apart(Shortcut.NONE)
+    expected = halves_apart(Mode.METHODS)
     assert expected[0] == [([0, 1, 2, 3], [0, 1, 2, 3])] * 2
-    assert halves_apart(Shortcut.ALL) == expected
+    assert halves_apart(Mode.NATIVE) == expected
 
 
 class NoKeywords(schedules.ScheduleGPipe):
@@ -450,7 +455,7 @@ class NoKeywords(schedules.ScheduleGPipe):
 
 def test_no_keyword_arguments_may_be_none():
     with fake_group():
-        assert ways_of(single(NoKeywords), numbers(1, BATCH, WIDTH)) == [Shortcut.ALL]
+        assert modes_of(single(NoKeywords), numbers(1, BATCH, WIDTH)) == [Mode.NATIVE]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -460,8 +465,8 @@ def test_errors_are_told_alike(failing, half):
         raise ArithmeticError("boom")
 
     told = []
-    for way in Shortcut:
-        with fake_group(), mock.patch.object(_schedule_base, "shortcut", return_value=way):
+    for mode in Mode:
+        with fake_group(), mock.patch.object(_schedule_base, "select_mode", return_value=mode):
             stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers(2))]
             stages[failing].submod[1].register_full_backward_hook(refuse)
             schedule = schedules._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=summed)
@@ -469,7 +474,7 @@ def test_errors_are_told_alike(failing, half):
             schedule.pipeline_order_with_comms = {0: Package(OURS).actions(row)}
             with pytest.raises(RuntimeError, match="boom") as caught:
                 schedule.step(numbers(1, BATCH, WIDTH), target=numbers(2, BATCH, WIDTH))
-        told.append(str(caught.value))
+        told.append(str(caught.value).partition("\n")[0])
     assert told[0] == told[1] == told[2]
 
 
