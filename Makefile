@@ -5,12 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-full browser lint bench format clean
+# What starts no processes runs beside what does. A file is run by one worker: its tests share what is slow to make.
+PYTEST := $(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
+
+.PHONY: help setup demo test test-fast test-full browser lint bench format clean
 
 help:
 	@echo "make demo       train a small GPT on four local processes"
 	@echo "make test       everything that CI checks"
-	@echo "make test-full  the same with the slow sweeps"
+	@echo "make test-fast  the tests that start no processes, for editing"
+	@echo "make test-full  the same as make test, with the slow sweeps"
 	@echo "make bench      the benchmarks, against the installed torch"
 	@echo "make format     format and fix the sources"
 	@echo "make clean      remove .venv and caches"
@@ -33,10 +37,13 @@ lint: setup
 	$(BIN)/lint-imports --no-cache
 
 test: lint browser
-	$(BIN)/pytest -m 'not full'
+	$(PYTEST) -m 'not full'
+
+test-fast: setup
+	$(PYTEST) -m 'not full and not processes'
 
 test-full: lint browser
-	$(BIN)/pytest
+	$(PYTEST)
 
 # The pages are tested in a real browser, Debian's.
 browser:

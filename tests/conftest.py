@@ -1,5 +1,13 @@
+"""What all tests share, and which of them start processes.
+
+A test that starts processes has the marker ``processes``: through a fixture that starts them, or by itself. `make
+test-fast` leaves these out.
+"""
+
 from __future__ import annotations
 
+import gc
+import resource
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -26,3 +34,46 @@ def workers() -> Iterator[Workers]:
 
     with Workers(4) as pool:
         yield pool
+
+
+#: Fixtures that start processes.
+STARTING = {"workers", "browser"}
+FAULTS = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that start processes; with pytest-xdist, their files come first.
+
+    They take longest and wait most: whatever is left to do while the last of them ends is short.
+    """
+    for item in items:
+        if STARTING.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("processes")
+    if hasattr(config, "workerinput"):
+        first = {item.path for item in items if item.get_closest_marker("processes")}
+        items.sort(key=lambda item: item.path not in first)
+
+
+def pytest_collection_finish() -> None:
+    """Have collections of garbage pass over what was imported, which is far more than what a test makes."""
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[FAULTS] = _faults_of_ended_processes()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """No test starts a process unless it is marked."""
+    started = _faults_of_ended_processes() != item.stash[FAULTS]
+    yield
+    if started and not item.get_closest_marker("processes"):
+        pytest.fail("the test has started a process: mark it with @pytest.mark.processes")
+
+
+def _faults_of_ended_processes() -> int:
+    """Page faults of all processes that this one has waited for: each of them adds some."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = Path(sys.executable).parent
 

@@ -82,21 +82,25 @@ def test_the_version_is_that_of_the_distribution():
     assert metadata.version("penstock") == ps.__version__
 
 
+@pytest.mark.processes
 def test_the_import_loads_neither_torch_nor_numba_nor_numpy():
     loaded = run("import penstock, sys; print(*sorted(sys.modules))").split()
     assert "penstock" in loaded
     assert not {"torch", "numba", "numpy", "typer", "rich"} & set(loaded)
 
 
+@pytest.mark.processes
 def test_using_it_loads_neither_torch_nor_numba():
     code = "import penstock as ps, sys; ps.build('ZBVZeroBubble', ranks=2, microbatches=2).grid(); print(*sys.modules)"
     assert not {"torch", "numba"} & set(run(code).split())
 
 
+@pytest.mark.processes
 def test_the_command_line_loads_neither_torch_nor_numba():
     assert not {"torch", "numba"} & set(run("import penstock.cli.app, sys; print(*sys.modules)").split())
 
 
+@pytest.mark.processes
 def test_the_import_is_quick():
     """0.15 s is the promise, and it takes about 0.01 s: a bound that a busy machine keeps."""
 

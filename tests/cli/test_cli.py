@@ -13,17 +13,10 @@ from time import monotonic
 import pytest
 
 import penstock as ps
+from cli.commands import penstock
 
 PENSTOCK = str(Path(sys.executable).parent / "penstock")
 ZOO = Path(__file__).parent.parent / "fixtures" / "zoo"
-
-
-def penstock(*arguments, **options):
-    plain = {**os.environ, "NO_COLOR": "1", "COLUMNS": "80"}
-    plain.pop("FORCE_COLOR", None)
-    return subprocess.run(
-        [PENSTOCK, *arguments], capture_output=True, text=True, check=False, timeout=60, env=plain, **options
-    )
 
 
 def in_a_terminal(*arguments, columns=60, lines=24, pager="cat"):
@@ -71,6 +64,7 @@ def test_a_pipe_gets_whole_lines():
     assert "6 stages, 40 microbatches" in lines[-1]
 
 
+@pytest.mark.processes
 def test_a_closed_pipe_is_no_failure_of_ours():
     command = f"{PENSTOCK} show 1F1B -r 64 -m 300 --width 80 | head -n 1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
@@ -87,6 +81,7 @@ def test_show_fits_a_given_width():
     assert [c for c in cells if c != "."] == [str(a) for a in ps.build("DualPipeV", ranks=2, microbatches=6).actions[0]]
 
 
+@pytest.mark.processes
 def test_show_in_a_terminal_has_colour_and_fits():
     status, written = in_a_terminal("show", "ZBVZeroBubble", "-r", "2", "-m", "4", columns=60)
     assert status == 0
@@ -96,6 +91,7 @@ def test_show_in_a_terminal_has_colour_and_fits():
     assert sum(line.startswith("step") for line in lines) == 2
 
 
+@pytest.mark.processes
 def test_long_ones_are_paged():
     status, written = in_a_terminal("show", "1F1B", "-r", "8", "-m", "64", columns=60, lines=24, pager="head -n 3")
     assert status == 0
@@ -103,6 +99,7 @@ def test_long_ones_are_paged():
     assert "\x1b[1;34m0F0" in written
 
 
+@pytest.mark.processes
 def test_short_ones_are_not_paged():
     _, written = in_a_terminal("show", "1F1B", "-r", "2", "-m", "2", pager="false")
     assert "rank 1" in without_colour(written)
@@ -137,6 +134,7 @@ def test_what_cannot_run_is_shown_with_a_remark(tmp_path):
     assert "# it does not run: rank 0 waits forever at step 0: 0B0 needs 0F0" in result.stdout
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_one_message():
     with Path("/dev/full").open("w") as full:
         result = subprocess.run([PENSTOCK, "show", "1F1B"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
@@ -144,6 +142,7 @@ def test_a_full_disk_is_one_message():
     assert result.stderr == "penstock: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.processes
 def test_as_a_module():
     command = [sys.executable, "-m", "penstock", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("penstock ")
@@ -270,6 +269,7 @@ def test_check_with_a_memory_limit():
     assert "memory" not in penstock("check", "1F1B").stdout
 
 
+@pytest.mark.processes
 def test_check_folds_the_picture_with_its_marks(tmp_path):
     (tmp_path / "bad.csv").write_text(
         "0F0,0SEND_F0,0RECV_B0,0B0,0F1,0SEND_F1,0RECV_B1,0B1\n1RECV_F0,1RECV_F1,1F0,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
@@ -294,6 +294,7 @@ def test_check_folds_the_picture_with_its_marks(tmp_path):
         assert max(map(len, output.splitlines())) <= 48
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("columns", ["0", "1", "12"])
 def test_a_terminal_that_says_it_has_no_width(columns, tmp_path):
     (tmp_path / "bad.csv").write_text(BROKEN)
@@ -364,6 +365,7 @@ def test_help_has_an_example(command):
     assert penstock(command, "-h").stdout == told
 
 
+@pytest.mark.processes
 def test_interrupted_while_it_starts(tmp_path):
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
     command = [sys.executable, "-m", "penstock", "show"]

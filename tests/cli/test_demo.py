@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import penstock as ps
+from cli.commands import penstock
 from penstock.cli import demo
 from penstock.runtime.demo.__main__ import TOLERANCE, differences
 from penstock.runtime.demo.model import assign_layers
@@ -23,7 +24,7 @@ LIMIT = 240
 """Seconds: on a quiet machine a run takes ten."""
 
 
-def penstock(*arguments):
+def launched(*arguments):
     plain = {**os.environ, "NO_COLOR": "1", "COLUMNS": "100"}
     return subprocess.run([PENSTOCK, *arguments], capture_output=True, text=True, check=False, timeout=LIMIT, env=plain)
 
@@ -38,8 +39,9 @@ def children(process):
     return found
 
 
+@pytest.mark.processes
 def test_for_machines():
-    result = penstock("demo", "--json", "--ranks", "2", "--schedule", "1f1b", "--steps", "4", "--microbatches", "3")
+    result = launched("demo", "--json", "--ranks", "2", "--schedule", "1f1b", "--steps", "4", "--microbatches", "3")
     assert (result.returncode, result.stderr) == (0, "")
     facts = json.loads(result.stdout)
     assert {name: facts[name] for name in ("schedule", "ranks", "stages", "microbatches", "findings")} == {
@@ -61,8 +63,9 @@ def test_for_machines():
         assert max(rank["ends"] for rank in figures["ranks"]) == pytest.approx(figures["makespan"])
 
 
+@pytest.mark.processes
 def test_it_learns():
-    result = penstock("demo", "--steps", "30", "--microbatches", "4")
+    result = launched("demo", "--steps", "30", "--microbatches", "4")
     assert (result.returncode, result.stderr) == (0, "")
     assert "Schedule ZBVZeroBubble: 4 ranks, 8 stages, 4 microbatches" in result.stdout
     assert re.search(r"lowered to \d+ actions: complete, ordered, free of deadlock \(under 12 of 12", result.stdout)
@@ -78,6 +81,7 @@ def test_it_learns():
     assert re.search(r"a step: predicted [\d.]+ ms, measured [\d.]+ ms", table)
 
 
+@pytest.mark.processes
 def test_in_a_terminal():
     pid, terminal = pty.fork()
     if pid == 0:
@@ -99,6 +103,7 @@ def test_in_a_terminal():
     assert "step 1 loss" not in shown
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left_behind(number):
     command = [PENSTOCK, "demo", "--ranks", "2", "--schedule", "1F1B", "--steps", "100000", "-m", "2"]
@@ -117,6 +122,7 @@ def test_no_process_is_left_behind(number):
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 
 
+@pytest.mark.processes
 def test_an_interrupt_while_torch_is_imported_says_nothing():
     command = [PENSTOCK, "demo", "--ranks", "2", "--schedule", "1F1B", "-m", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:

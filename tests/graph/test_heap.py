@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 #: Tells how many bytes are mapped for a block of 20 MB alone, which go back to the system when it is freed; and how
 #: many of 100 MB in small blocks go back when they are.
 PROGRAM = """

@@ -140,7 +140,7 @@ def step_arguments(stages: list[Any], x: torch.Tensor, target: torch.Tensor, los
 @contextmanager
 def no_tensors_in_cycles() -> Iterator[None]:
     """No tensor that only the collector of cycles would find. What was there before is not looked at."""
-    gc.freeze()
+    gc.freeze()  # for good: it is little, and it would be looked at in every later collection
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         yield
@@ -149,5 +149,4 @@ def no_tensors_in_cycles() -> Iterator[None]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
-        gc.unfreeze()
     assert not found, f"{len(found)} tensors are in cycles, e.g. of shape {tuple(found[0].shape)}"

@@ -6,6 +6,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 STEP = """
 import sys
 import torch

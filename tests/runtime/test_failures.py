@@ -209,6 +209,7 @@ def kills(count, seed):
     return [(ranks, number // 2 % ranks, round(chance.random() * 0.8, 3)) for number, ranks in enumerate(sizes)]
 
 
+@pytest.mark.processes
 def test_killed_ranks(tmp_path):
     """Some at a time, since most of the time ranks wait, to be sure that one is gone; a machine that is that busy may
     take longer for one of them.
@@ -249,6 +250,7 @@ def dies_while_shapes_are_agreed(rank, ranks, *, group):
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_killed_while_shapes_are_agreed_is_named_by_all():
     """The last rank waits for the one between, which waits for the first."""
     with Workers(3) as pool:
@@ -294,6 +296,7 @@ def wait_for_the_end_of(process):
     raise TimeoutError(process)
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_killed_while_ranks_connect_is_named_by_all():
     with Workers(3) as pool:
         first, *others = pool.run(dies_while_ranks_connect, ranks=3, limit=30, deaths=True)
@@ -906,6 +909,7 @@ def differently(rank, ranks, *, group):
     return found, threads()[0]
 
 
+@pytest.mark.processes
 def test_constructors_that_do_not_fit():
     with Workers(3) as pool:
         results = pool.run(differently, fresh=True)
@@ -935,6 +939,7 @@ def dies_while_connecting(rank, ranks, *, group):
     return str(error), error.seconds
 
 
+@pytest.mark.processes
 def test_a_rank_that_dies_while_connecting():
     with Workers(2) as pool:
         (message, seconds), ended = pool.run(dies_while_connecting, deaths=True)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from runtime.workers import Ended, WorkerError, Workers
 
+pytestmark = pytest.mark.processes
+
 
 @dataclass(frozen=True)
 class Start:

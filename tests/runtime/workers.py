@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -287,6 +288,7 @@ def _dump_stacks(workers: list[_Worker]) -> None:
 def _serve(pipe: Connection, rank: int, ranks: int, port: int, log: str) -> None:
     """Answer calls until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests are interrupted; this process is ended by them
+    gc.freeze()  # what was imported stays: a collection that a test asks for looks at what the test has made
     _write_into(log)
     calls: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_listen, args=(pipe, calls), daemon=True).start()

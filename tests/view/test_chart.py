@@ -111,6 +111,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_matplotlib_is_loaded_only_for_charts():
     assert importlib.util.find_spec("matplotlib")
     code = "import sys, penstock.view; sys.exit('matplotlib' in sys.modules)"

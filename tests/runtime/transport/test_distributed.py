@@ -23,6 +23,8 @@ from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.protocol import Failure, Transport
 from runtime.workers import Ended, Workers
 
+pytestmark = pytest.mark.processes
+
 #: How many seconds a failure may take to reach every rank.
 SOON = 5.0
 ALL_PAIRS = [(first, second) for second in range(4) for first in range(second)]
