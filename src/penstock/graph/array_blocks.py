@@ -51,7 +51,7 @@ def concatenate(parts: Sequence[NDArray[Scalar]]) -> NDArray[Scalar]:
 def row_blocks(offsets: Sequence[int]) -> Iterator[slice]:
     """Yield ranges of consecutive rows that fill a block, given where each row begins and the last ends.
 
-    >>> list(whole_rows([0, 20_000, 40_000, 50_000]))
+    >>> list(row_blocks([0, 20_000, 40_000, 50_000]))
     [slice(0, 2, None), slice(2, 3, None)]
     """
     if offsets[-1] <= SIZE:
