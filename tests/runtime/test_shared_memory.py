@@ -195,14 +195,86 @@ def test_evaluation(returned, place, mode):
 
 
 def test_given_shapes_say_what_shares_memory():
+    """If a stage modifies its inputs; else it does not matter."""
     example = torch.empty(2, WIDTH, dtype=torch.float64, device="meta")
-    modules = stages(twice, modifies=False)
-    with pytest.raises(
-        StepError, match=r"output\[0\] and output\[1\] share memory.*let them share memory in the example"
-    ):
-        run(modules, "1F1B", step, shapes={0: (example, torch.empty_like(example)), 1: (example, example)})
-    with pytest.raises(StepError, match=r"rank 1 failed in 1F0.*output\[0\] and output\[1\] share memory"):
-        run(modules, "1F1B", step, shapes={0: (example, example), 1: (example, torch.empty_like(example))})
+    apart = (example, torch.empty_like(example))
+    check_gradients(stages(twice, modifies=False), "1F1B", shapes={0: apart, 1: apart})
+    advice = "let them share memory in the example"
+    with pytest.raises(StepError, match=rf"rank 0 failed in 0F0.*output\[0\] and output\[1\] share memory.*{advice}"):
+        run(stages(twice, modifies=True), "1F1B", step, shapes={0: apart, 1: (example, example)})
+    with pytest.raises(StepError, match=rf"rank 1 failed in 1F0.*output\[0\] and output\[1\] share memory.*{advice}"):
+        run(stages(twice, modifies=True), "1F1B", step, shapes={0: (example, example), 1: apart})
+
+
+class Sometimes(nn.Module):
+    """Returns the same tensor twice for every other microbatch, from the second one on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x):
+        x = self.layer(x)
+        self.calls += 1
+        return (x, x) if self.calls % 2 == 0 else (x, x.clone())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stage_that_returns_a_tensor_twice_for_some_microbatches(mode, place):
+    def modules(*, modifies):
+        return [Sometimes(), Passing(), Last(modifies=modifies)]
+
+    check_gradients(modules(modifies=False), place, shapes=shapes(mode, copies))
+    with pytest.raises(StepError, match="share memory"):
+        run(modules(modifies=True), place, step, shapes=shapes(mode, copies))
+
+
+class Masking(nn.Module):
+    """Modifies an input that needs no gradient."""
+
+    def forward(self, x, mask):
+        return (x * mask.logical_not_()).sum()
+
+
+class WithMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layer(x), x > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_input_without_a_gradient_may_be_modified(ranks):
+    """A dry run finds it; where there is none, it has to be said."""
+    modules = [WithMask(), Masking()]
+    schedule = ps.build("1F1B" if ranks == 2 else "LoopedBFS", ranks=ranks, microbatches=2)
+    modules[1](*modules[0](batch())).backward()
+    expected = modules[0].layer.weight.grad
+    given = {0: (torch.empty(2, WIDTH, dtype=torch.float64), torch.empty(2, WIDTH, dtype=torch.bool))}
+
+    def run_with(shapes, *, said):
+        modules[0].zero_grad()
+
+        def worker(transport):
+            mine = {
+                index: Stage(index, modules[index], changes_inputs=said and index == 1)
+                for index in schedule.placement.stages_of(transport.rank)
+            }
+            options = {"loss_fn": the_output, "loss_reduction": "sum", "transport": transport, "shapes": shapes}
+            with Pipeline(mine, schedule, **options) as pipe:
+                return step(pipe)
+
+        run_in_threads(worker, ranks, timeout=60)
+        torch.testing.assert_close(modules[0].layer.weight.grad, expected)
+
+    for shapes, said in (("inferred", False), ("per_microbatch", False), (given, True)):
+        run_with(shapes, said=said)
+    with pytest.raises(StepError, match=r"stage 1, microbatch 0.*modified input\[1\] in place.*changes_inputs=True"):
+        run_with(given, said=False)
 
 
 class Nested(nn.Module):

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.autograd import edge_of
-from penstock.execution.shared_memory import SharedInputs, guard
+from penstock.execution.shared_memory import SharedInputs, WatchedInputs, watch_shared
 from penstock.execution.step import Operation, Step
 from penstock.execution.trees import structure_of
 from penstock.execution.value_spec import (
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from penstock.execution.transport import Link
 
 Tensors = Sequence[torch.Tensor]
-#: What a stage is called with, which tensors of it need a gradient, and those that share memory, if any do; None if
-#: there is no such microbatch.
-Taken = tuple[tuple[Any, ...], Tensors, SharedInputs | None] | None
+#: What a stage is called with, which tensors of it need a gradient, and those that it must not modify in place, if any;
+#: None if there is no such microbatch.
+Taken = tuple[tuple[Any, ...], Tensors, SharedInputs | WatchedInputs | None] | None
 Take = Callable[[Step], Taken]
 #: Takes an output; returns where its graph begins.
 Give = Callable[[Step, Any], Sequence[GradientEdge]]
@@ -134,16 +134,30 @@ def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
         )
 
 
+def guard(meta: EdgeMeta, inputs: Tensors, *, modifiable: bool) -> SharedInputs | WatchedInputs | None:
+    """What to check after a stage has run with these inputs; None if it may modify all of them."""
+    if modifiable:
+        return watch_shared(meta.structure, inputs, meta.shared) if meta.shared else None
+    return WatchedInputs(meta.structure, inputs) if len(inputs) > 1 else None
+
+
 def roots_of(tensors: Tensors) -> list[GradientEdge]:
     """Where the graphs of tensors that need a gradient begin."""
     return [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 class Local:
-    """An edge between two stages of one rank."""
+    """An edge between two stages of one rank.
 
-    def __init__(self, stage: int, microbatches: int) -> None:
+    Args:
+        stage: the stage that it comes from.
+        microbatches: how many microbatches there are.
+        modifiable: whether a later stage may modify its inputs in place.
+    """
+
+    def __init__(self, stage: int, microbatches: int, *, modifiable: bool = True) -> None:
         self._base = stage * microbatches
+        self._modifiable = modifiable
 
     def give(self, microbatch: int) -> Give:
         """Keep an output for the next stage."""
@@ -164,7 +178,7 @@ class Local:
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
-        key = self._base + microbatch
+        key, modifiable = self._base + microbatch, self._modifiable
 
         def take(step: Step) -> Taken:
             output, about = step.handed.pop(key)
@@ -179,8 +193,8 @@ class Local:
             for leaf, version in output:
                 check_unchanged(leaf, version)
             cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf, _ in output]
-            shared = guard(about.structure, cuts, about.shared) if about.shared else None
-            return arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], shared
+            watched = guard(about, cuts, modifiable=modifiable)
+            return arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], watched
 
         return take
 
@@ -291,16 +305,19 @@ class Agreed(_Remote):
         peer: int,
         device: torch.device,
         metas: Sequence[EdgeMeta],
+        *,
+        modifiable: bool = True,
     ) -> None:
         super().__init__(stage, len(metas), transport, peer, device)
         self._metas = metas
+        self._modifiable = modifiable
 
     def give(self, microbatch: int) -> Give:
         """Keep an output for the next stage."""
-        key, meta = self._base + microbatch, self._metas[microbatch]
+        key, meta, modifiable = self._base + microbatch, self._metas[microbatch], self._modifiable
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            leaves = meta.accept(output, kin=step.kin)
+            leaves = meta.accept(output, kin=step.kin if modifiable else None)
             if leaves is None:
                 raise self._unlike(step, meta, output)
             step.leaving[key] = [keep(one.arranged(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
@@ -317,6 +334,7 @@ class Agreed(_Remote):
         """Get what the stage is called with."""
         key, meta = self._base + microbatch, self._metas[microbatch]
         needs, progress = [one.requires_grad for one in meta.tensors], self._transport.progress
+        modifiable = self._modifiable
 
         def take(step: Step) -> Taken:
             buffers, pending = step.arriving.pop(key)
@@ -325,8 +343,7 @@ class Agreed(_Remote):
                 transfer.wait()
             progress.waiting = False
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
-            shared = guard(meta.structure, buffers, meta.shared) if meta.shared else None
-            return arguments(meta.unflatten(buffers)), inputs, shared
+            return arguments(meta.unflatten(buffers)), inputs, guard(meta, buffers, modifiable=modifiable)
 
         return take
 
@@ -453,8 +470,8 @@ class Announced(_Remote):
                 for buffer, one in zip(buffers, meta.tensors, strict=True)
                 if one.requires_grad and torch.is_grad_enabled()
             ]
-            shared = guard(structure_of(value, []), buffers, meta.shared) if meta.shared else None
-            return arguments(value), inputs, shared
+            watched = watch_shared(structure_of(value, []), buffers, meta.shared) if meta.shared else None
+            return arguments(value), inputs, watched
 
         return take
 

@@ -106,17 +106,17 @@ class NativeOperations:
             if taken is None:
                 give(step, ABSENT)
                 return
-            args, inputs, shared = taken
+            args, inputs, watched = taken
             if changes_inputs:
                 args = stage.fresh(args)
             step.operands = action, args  # what a failure report shows
             output = module(*args, **step.kwargs[microbatch])
             step.operands = None
-            if shared is None:
+            if watched is None:
                 roots = give(step, output)
             else:
-                shared.check()
-                step.kin = shared.tensors
+                watched.check()
+                step.kin = watched.tensors
                 roots = give(step, output)
                 step.kin = ()
             if not roots and step.training_check is not None:

@@ -2,7 +2,7 @@
 
 In one model a change of one in place is a change of the other, to autograd as well. Across stages they are inputs of
 their own, each with its own gradient, and between ranks each is sent for itself. So a stage may get them, and hand them
-on, but must not modify them in place.
+on, but must not modify them in place. Where no stage modifies its inputs, it does not matter what shares memory.
 """
 
 from __future__ import annotations
@@ -29,20 +29,50 @@ Kin = Sequence[Sequence[torch.Tensor]]
 _WORK = 10_000
 
 
-class SharedInputs:
-    """Inputs of a stage that share memory, or whose originals do: to be checked when the stage has run."""
+class WatchedInputs:
+    """Inputs of a stage that is not known to modify them: to be checked when it has run.
 
-    __slots__ = ("_structure", "_versions", "numbers", "tensors")
+    Attributes:
+        tensors: those that share memory, in groups: none is known to.
+    """
+
+    __slots__ = ("_inputs", "_structure", "_versions", "tensors")
+
+    def __init__(self, structure: Structure, inputs: Sequence[torch.Tensor]) -> None:
+        self.tensors: Kin = ()
+        self._structure = structure
+        self._inputs = inputs
+        self._versions = [tensor._version for tensor in inputs]
+
+    def check(self) -> None:
+        """Refuse a stage that has modified one of them in place: another could share its memory."""
+        versions = [tensor._version for tensor in self._inputs]
+        if versions != self._versions:
+            modified = [number for number, version in enumerate(self._versions) if versions[number] != version]
+            raise StageError(
+                f"the stage modified {names(self._structure, modified, 'input')} in place, which it was not known to "
+                "do. Say so: Stage(index, module, changes_inputs=True)"
+            )
+
+
+class SharedInputs:
+    """Inputs of a stage that share memory, or whose originals do: to be checked when the stage has run.
+
+    Attributes:
+        tensors: these, in groups.
+    """
+
+    __slots__ = ("_numbers", "_structure", "_versions", "tensors")
 
     def __init__(self, structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> None:
         self._structure = structure
-        self.numbers = groups
-        self.tensors = [[tensors[number] for number in group] for group in groups]
+        self._numbers = groups
+        self.tensors: Kin = [[tensors[number] for number in group] for group in groups]
         self._versions = [[tensor._version for tensor in group] for group in self.tensors]
 
     def check(self) -> None:
         """Refuse a stage that has modified one of them in place."""
-        for numbers, tensors, versions in zip(self.numbers, self.tensors, self._versions, strict=True):
+        for numbers, tensors, versions in zip(self._numbers, self.tensors, self._versions, strict=True):
             if [tensor._version for tensor in tensors] != versions:
                 raise StageError(
                     f"the stage modified one of {names(self._structure, numbers, 'input')} in place; they share "
@@ -50,8 +80,8 @@ class SharedInputs:
                 )
 
 
-def guard(structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> SharedInputs | None:
-    """What to check after a stage has run with these inputs; None if all of them may be modified.
+def watch_shared(structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> SharedInputs | None:
+    """The inputs of a stage that it must not modify because they share memory; None if it may modify all.
 
     Where no gradient is needed and the memory is still the same, a change of one is a change of the others.
     """

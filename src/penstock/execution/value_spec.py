@@ -115,8 +115,11 @@ class EdgeMeta:
         """
         return self.accept(value, gradients=gradients) is not None
 
-    def accept(self, value: Any, *, gradients: bool = True, kin: Kin = ()) -> Sequence[torch.Tensor] | None:
-        """The tensors of a value that ``matches``, in order; None if it does not. See ``find_groups`` for ``kin``."""
+    def accept(self, value: Any, *, gradients: bool = True, kin: Kin | None = ()) -> Sequence[torch.Tensor] | None:
+        """The tensors of a value that ``matches``, in order; None if it does not.
+
+        See ``find_groups`` for ``kin``; if that is None, it does not matter what shares memory.
+        """
         if self.structure is SLOT:
             fits = isinstance(value, torch.Tensor) and self.tensors[0].fits(value, gradients=gradients)
             return (value,) if fits else None
@@ -126,7 +129,12 @@ class EdgeMeta:
         for meta, tensor in zip(self.tensors, leaves, strict=True):
             if not meta.fits(tensor, gradients=gradients):
                 return None
-        if len(leaves) > 1 and (shared := find_groups(leaves, kin)) and not are_within(shared, self.shared):
+        if (
+            kin is not None
+            and len(leaves) > 1
+            and (shared := find_groups(leaves, kin))
+            and not are_within(shared, self.shared)
+        ):
             return None
         return leaves
 

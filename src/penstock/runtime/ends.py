@@ -9,7 +9,7 @@ import torch
 from penstock.errors import StageError
 from penstock.execution.autograd import accumulate
 from penstock.execution.edges import ABSENT, FirstEnd, LastEnd
-from penstock.execution.shared_memory import find_groups, guard, has_memory
+from penstock.execution.shared_memory import find_groups, has_memory, watch_shared
 from penstock.execution.trees import flat, map_tensors, tensors_in
 
 if TYPE_CHECKING:
@@ -133,4 +133,4 @@ class DetachedInputs:
 
 def _shared(args: tuple[Any, ...]) -> SharedInputs | None:
     tensors = [tensor for tensor in tensors_in(args) if has_memory(tensor)]
-    return guard(flat(len(tensors)), tensors, find_groups(tensors))
+    return watch_shared(flat(len(tensors)), tensors, find_groups(tensors))

@@ -134,18 +134,21 @@ class Programs:
         elif isinstance(self._shapes, Mapping):
             microbatches = self._schedule.microbatches
             metas = agreeing.given(self._shapes, self._stages, len(rank_of), self._transport, microbatches)
-        return {stage: self._edge(stage, metas) for stage in self._touching()}
+        last = None if metas is None else agreeing.last_modifying(self._stages, self._transport)
+        return {stage: self._edge(stage, metas, modifiable=last is None or stage < last) for stage in self._touching()}
 
     def _touching(self) -> list[int]:
         """The edges to or from a stage of this rank, by the stage that they come from."""
         touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
         return sorted(edge for edge in touched if 0 <= edge < self._schedule.stages - 1)
 
-    def _edge(self, stage: int, metas: agreeing.Metas | None, *, evaluates: bool = False) -> Edge:
+    def _edge(
+        self, stage: int, metas: agreeing.Metas | None, *, modifiable: bool = True, evaluates: bool = False
+    ) -> Edge:
         rank_of, microbatches = self._schedule.placement.rank_of, self._schedule.microbatches
         here = [one for one in (stage, stage + 1) if one in self._stages]
         if len(here) == 2:
-            return Local(stage, microbatches)
+            return Local(stage, microbatches, modifiable=modifiable)
         peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
         device = self._stages[here[0]].device
         if metas is None:
@@ -153,7 +156,7 @@ class Programs:
             first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
             return Announced(stage, microbatches, self._transport, peer, device, first_tag)
         kind = Single if is_single(metas[stage]) else Agreed
-        return kind(stage, self._transport, peer, device, metas[stage])
+        return kind(stage, self._transport, peer, device, metas[stage], modifiable=modifiable)
 
     def _compiled(
         self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: LossFunction | None, customized: Customized

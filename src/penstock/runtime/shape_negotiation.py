@@ -96,6 +96,16 @@ def given(
     return {index: [_with_gradients(meta) if first <= index else meta] * microbatches for index, meta in found.items()}
 
 
+def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
+    """The last stage of the pipeline that modifies its inputs in place; 0 if none does. All ranks call it."""
+    mine = max((index for index, stage in stages.items() if stage.changes_inputs), default=0)
+    told = transport.exchange(_COUNT.pack(mine))
+    damaged = [rank for rank, data in enumerate(told) if len(data) != _COUNT.size]
+    if damaged:
+        raise MetadataError(f"could not decode which stages of rank {damaged[0]} modify their inputs")
+    return max(int(index) for data in told for index in _COUNT.unpack(data))
+
+
 def _compared(metas: dict[int, EdgeMeta], trained: int, transport: Transport) -> int:
     """Make sure that the ranks at both ends of each edge were given the same; returns the first stage to be trained."""
     mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
@@ -179,7 +189,11 @@ def _dry_run(stage: Stage, call: _Call) -> tuple[Any, Kin]:
     """What a stage gives, found by running it on copies, with random numbers and buffers as they were; and its kin."""
     with untouched(stage.module, stage.device), torch.enable_grad():
         args, kwargs, kin = call.copy()
+        inputs = tensors_in(args) if stage.index > 0 else []
+        versions = [tensor._version for tensor in inputs]
         output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **kwargs)
+        if [tensor._version for tensor in inputs] != versions:
+            stage.changes_inputs = True
         if stage.parallel is not None:
             stage.parallel.reshard()
         return output, kin
