@@ -1,4 +1,4 @@
-"""A run within ``untouched`` leaves buffers and random numbers as they were."""
+"""A run within ``preserved_state`` leaves buffers and random numbers as they were."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.execution.preserved_state import copied, untouched
+from penstock.execution.preserved_state import copy_as_leaves, preserved_state
 
 CPU = torch.device("cpu")
 
@@ -38,7 +38,7 @@ class Drawing(nn.Module):
 def test_all_generators_that_can_be_found_draw_the_same_again(inner) -> None:
     module = inner()
     drawing = next(one for one in module.modules() if isinstance(one, Drawing))
-    with untouched(module, CPU):
+    with preserved_state(module, CPU):
         first = drawing()
     assert drawing() == first
     assert drawing() != first
@@ -51,7 +51,7 @@ def test_they_do_also_if_the_run_fails() -> None:
         drawn.extend(drawing())
         raise ValueError("in the middle")
 
-    with pytest.raises(ValueError, match="in the middle"), untouched(drawing, CPU):
+    with pytest.raises(ValueError, match="in the middle"), preserved_state(drawing, CPU):
         fail()
     assert drawing() == drawn
 
@@ -74,7 +74,7 @@ def test_buffers_of_all_layouts(kind: str) -> None:
     module = nn.Module()
     module.register_buffer("mask", BUFFERS[kind]())
     buffer, value = module.mask, module.mask.to_dense() if kind == "sparse" else module.mask.clone()
-    with untouched(module, CPU):
+    with preserved_state(module, CPU):
         if kind == "sparse":
             module.mask.mul_(2)
         elif module.mask.numel():
@@ -87,7 +87,7 @@ def test_buffers_of_all_layouts(kind: str) -> None:
 def test_copies_have_memory_of_their_own() -> None:
     x = torch.ones(2, requires_grad=True)
     mask = torch.ones(1).expand(3)
-    (one, kept), other = copied(([x, 3], {"mask": mask}))
+    (one, kept), other = copy_as_leaves(([x, 3], {"mask": mask}))
     assert one.requires_grad
     assert one.is_leaf
     assert kept == 3
@@ -100,7 +100,7 @@ def test_copies_have_memory_of_their_own() -> None:
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_copies_look_like_what_they_are_copies_of(kind: str) -> None:
     tensor = BUFFERS[kind]()
-    copy = copied(tensor)
+    copy = copy_as_leaves(tensor)
     assert copy.layout is tensor.layout
     if kind == "sparse":
         copy, tensor = copy.to_dense(), tensor.to_dense()
@@ -108,4 +108,4 @@ def test_copies_look_like_what_they_are_copies_of(kind: str) -> None:
     assert torch.equal(copy, tensor)
     assert not copy.numel() or copy.data_ptr() != tensor.data_ptr()
     if tensor.is_floating_point():
-        assert copied(tensor.detach().requires_grad_()).is_leaf
+        assert copy_as_leaves(tensor.detach().requires_grad_()).is_leaf

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import MetadataError, PenstockError, ScheduleError, StageError, StepError
+from penstock.execution.dry_run import Call, dry_run
 from penstock.runtime import (
     DistributedTransport,
     Microbatches,
@@ -367,15 +368,12 @@ def test_the_dry_run_leaves_no_trace():
 
 
 def test_the_dry_run_changes_nothing_that_can_be_seen():
-    from penstock.runtime import shape_negotiation as shapes
-
     module = Noisy()
-    stage = Stage(0, module)
     state = deepcopy(module.state_dict())
     buffer = module.replaced
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    output, _ = shapes._dry_run(stage, shapes._Call((torch.ones(4, 3, requires_grad=True),), {}))
+    output, _ = dry_run(module, torch.device("cpu"), Call((torch.ones(4, 3, requires_grad=True),), {}))
     assert output.shape == (4, 3)
     assert output.requires_grad
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -637,7 +635,7 @@ def test_missing_arguments_are_told_to_every_rank():
 
 
 def test_a_target_that_is_given_by_its_position():
-    told = r"takes 2 positional arguments but 3 were given; a target is given by its name: step(x, target=y)"
+    told = r"takes 2 positional arguments but 3 were given; pass a target by its name: step(x, target=y)"
     all_told(mistaken("1F1B", 2, call=lambda pipe: pipe.step(*x_and_y())), told)
 
 

@@ -1,6 +1,6 @@
-"""Runs that leave no trace: buffers and random numbers are afterwards what they were before.
+"""Preserves buffers and random states around runs that must not change what the training does next.
 
-A run for its own sake, e.g. to find shapes or to compare gradients, must not change what the training does next.
+Such runs find shapes or compare gradients.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 #: Random numbers are those of the process: of ranks that are threads, one at a time draws them.
-drawing: Final = threading.RLock()
+RNG_LOCK: Final = threading.RLock()
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
-def untouched(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+def preserved_state(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Around a run of a module that waits for no other rank: its buffers and the random state are left as they were.
 
     >>> norm = torch.nn.BatchNorm1d(2)
-    >>> with untouched(norm, torch.device("cpu")):
+    >>> with preserved_state(norm, torch.device("cpu")):
     ...     out = norm(torch.rand(3, 2))
     >>> norm.running_mean, int(norm.num_batches_tracked)
     (tensor([0., 0.]), 0)
     """
-    with drawing, random_state([device], [module]):
+    with RNG_LOCK, preserved_random_state([device], [module]):
         buffers = Buffers([module])
         try:
             yield
         finally:
-            buffers.put_back()
+            buffers.restore()
 
 
 @contextmanager
-def random_state(devices: Iterable[torch.device], modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
+def preserved_random_state(devices: Iterable[torch.device], modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
     """Restore, when the block ends, what random numbers are drawn from.
 
     These are the generators of the CPU and of the devices, Python's, NumPy's if it is imported, and those that are
@@ -95,7 +95,7 @@ class Buffers:
     >>> before = Buffers([module])
     >>> module.cache = torch.ones(2)
     >>> module.register_buffer("another", torch.ones(1), persistent=False)
-    >>> before.put_back()
+    >>> before.restore()
     >>> module._buffers, module._non_persistent_buffers_set
     ({'cache': None}, set())
     """
@@ -103,11 +103,11 @@ class Buffers:
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._kept = [_Kept.of(part) for module in modules for part in module.modules()]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Have them as they were: the same tensors with the same values, None where there was none, and no others."""
         with torch.no_grad():
             for kept in self._kept:
-                kept.put_back()
+                kept.restore()
 
 
 class _Kept(NamedTuple):
@@ -124,7 +124,7 @@ class _Kept(NamedTuple):
         values = {name: _memory_of(buffer).detach().clone() for name, buffer in buffers.items() if buffer is not None}
         return cls(module, buffers, values, frozenset(module._non_persistent_buffers_set))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for name, value in self.values.items():
             _memory_of(self.buffers[name]).copy_(value)  # type: ignore[arg-type]  # those with a value are not None
         # The dict and the set stay the same objects: others may hold on to them.
@@ -141,7 +141,7 @@ def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
 
 
-def copied(values: Any) -> Any:
+def copy_as_leaves(values: Any) -> Any:
     """The same values, with leaves in the place of tensors: gradients go to them alone. Strides are kept."""
     return pytree.tree_map_only(torch.Tensor, _copy, values)
 

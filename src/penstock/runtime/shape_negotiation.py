@@ -5,22 +5,18 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
-from penstock.execution.edges import arguments
+from penstock.execution.dry_run import Call, find_changes, find_output
 from penstock.execution.microbatch_kinds import Kinds, kinds_of
-from penstock.execution.preserved_state import copied, untouched
-from penstock.execution.shared_memory import Kin, find_groups, has_memory
-from penstock.execution.stage import CHANGES_INPUTS
-from penstock.execution.trees import tensors_in
 from penstock.execution.value_spec import EdgeMeta, describe, mismatch
 from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
 
     from penstock.execution.stage import Stage
     from penstock.runtime.transport.protocol import Transport
@@ -57,15 +53,15 @@ def inferred(
         if index > 0:
             metas[index - 1] = [found[kind] for kind in kinds]
         calls = [
-            _Call(args[first], kwargs[first])
+            Call(args[first], kwargs[first])
             if index == 0
-            else _Call.of(found[kind], stages[index].device, kwargs[first])
+            else Call.with_zeros(found[kind], stages[index].device, kwargs[first])
             for kind, first in enumerate(map(kinds.index, range(max(kinds) + 1)))
         ]
         if index == len(rank_of) - 1:
-            _find_changes(stages[index], calls[0])
+            find_changes(stages[index], calls[0])
             break
-        outcomes = [_outcome(stages[index], call) for call in calls]
+        outcomes = [find_output(stages[index], call) for call in calls]
         told = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
@@ -138,65 +134,6 @@ def _with_gradients(meta: EdgeMeta) -> EdgeMeta:
 
 def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-class _Call(NamedTuple):
-    """What a stage is called with in a dry run; and which of the positional arguments are kin (see ``find_groups``)."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    kin: Kin = ()
-
-    @classmethod
-    def of(cls, meta: EdgeMeta, device: torch.device, kwargs: dict[str, Any]) -> Self:
-        """With zeros for what the stage before gives."""
-        zeros = [one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors]
-        return cls(arguments(meta.unflatten(zeros)), kwargs, [[zeros[number] for number in one] for one in meta.shared])
-
-    def copy(self) -> _Call:
-        """With copies of all tensors."""
-        args, kwargs = copied(self.args), copied(self.kwargs)
-        originals = [*tensors_in(self.args), *tensors_in(self.kwargs)]
-        copies = [*tensors_in(args), *tensors_in(kwargs)]
-        pairs = [pair for pair in zip(originals, copies, strict=True) if has_memory(pair[0])]
-        groups = find_groups([original for original, _ in pairs], self.kin)
-        return _Call(args, kwargs, [[pairs[number][1] for number in group] for group in groups])
-
-
-def _outcome(stage: Stage, call: _Call) -> EdgeMeta:
-    try:
-        return describe(*_dry_run(stage, call))
-    except Exception as error:
-        if CHANGES_INPUTS in str(error) and not stage.changes_inputs:
-            stage.changes_inputs = True
-            return _outcome(stage, call)
-        given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(call.args))
-        told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
-        by_name = stage.index == 0 and isinstance(error, TypeError) and "positional argument" in str(error)
-        hint = "; a target is given by its name: step(x, target=y)" if by_name else ""
-        raise StageError(f"{told}: {type(error).__name__}: {error}{hint}", stage=stage.index) from error
-
-
-def _find_changes(stage: Stage, call: _Call) -> None:
-    """Find out whether the last stage changes its inputs in place. Whatever else is wrong shows when it runs."""
-    try:
-        _dry_run(stage, call)
-    except Exception as error:
-        stage.changes_inputs = stage.changes_inputs or CHANGES_INPUTS in str(error)
-
-
-def _dry_run(stage: Stage, call: _Call) -> tuple[Any, Kin]:
-    """What a stage gives, found by running it on copies, with random numbers and buffers as they were; and its kin."""
-    with untouched(stage.module, stage.device), torch.enable_grad():
-        args, kwargs, kin = call.copy()
-        inputs = tensors_in(args) if stage.index > 0 else []
-        versions = [tensor._version for tensor in inputs]
-        output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **kwargs)
-        if [tensor._version for tensor in inputs] != versions:
-            stage.changes_inputs = True
-        if stage.parallel is not None:
-            stage.parallel.reshard()
-        return output, kin
 
 
 def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[EdgeMeta]) -> bytes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from penstock.execution.preserved_state import preserved_random_state
 from penstock.execution.transport import Progress
 from penstock.pipelining._engine.gradient_scaling import scaled_once
 from penstock.pipelining._engine.native import NativeStep
@@ -189,7 +190,7 @@ class _PipelineSchedule(ABC):
                 stage._expect(*self._coming, batch)
         if not fwd_initialized:
             self._warmup_p2p(stages, self._has_backward, connected)
-        with _untouched_generators(stages):
+        with preserved_random_state(_devices_of(stages)):
             if not fwd_initialized:
                 self._prepare_forwards(stages, args, kwargs)
             if for_backward:
@@ -550,11 +551,10 @@ def _take_given_shapes(stages: list[Any], has_backward: bool) -> None:
         stage._inference_mode = InferenceMode.STATIC
 
 
-def _untouched_generators(stages: list[Any]) -> Any:
-    """Whatever draws random numbers within leaves no trace."""
+def _devices_of(stages: list[Any]) -> set[torch.device]:
+    """The devices of a rank's stages, which are of one type besides the CPU."""
     devices = {torch.device(stage.device) for stage in stages}
-    others = [device for device in devices if device.type != "cpu"]
-    kinds = {device.type for device in others}
+    kinds = {device.type for device in devices if device.type != "cpu"}
     if len(kinds) > 1:
         raise OrderError(f"the stages of a rank are on devices of one type, not of {', '.join(sorted(kinds))}")
-    return torch.random.fork_rng(devices=others, device_type=next(iter(kinds), "cuda"))
+    return devices

@@ -8,13 +8,15 @@ a run leaves random numbers, buffers and gradients as they were.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from penstock.execution.dry_run import Call, dry_run
 from penstock.execution.microbatch_kinds import kinds_of
-from penstock.execution.preserved_state import copied, untouched
+from penstock.execution.preserved_state import copy_as_leaves
 from penstock.pipelining._backward import _autograd_grad_for_inputs
 from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
 from penstock.pipelining._stage.base import _PipelineStageBase
@@ -130,18 +132,17 @@ class StageInference(_PipelineStageBase):
             What the next stage is to be told; None if it has been, on another rank.
         """
         inputs, further = self._inference_inputs(args)
-        keywords = self._inference_keywords(kwargs)
-        outputs = self._dry_run(inputs, keywords, has_backward)
+        outputs, copies = self._dry_run(inputs, kwargs, has_backward)
         self._stage_meta.outputs = extract_tensor_metas(outputs)
         self._other_metas = tuple(
-            _StageMeta(extract_tensor_metas(other), extract_tensor_metas(self._dry_run(other, keywords, has_backward)))
-            for other, keywords in further
+            _StageMeta(extract_tensor_metas(other), extract_tensor_metas(self._dry_run(other, named, has_backward)[0]))
+            for other, named in further
         )
         # Only how gradients are distributed cannot be known without making them.
         distributed = has_backward and self._stage_meta.has_dtensors()
         self._fwd_outputs_for_bwd_meta = outputs if distributed else ()
-        self._fwd_inputs_for_bwd_meta = inputs if distributed else ()
-        tensors = [value for value in flatten_args(keywords) if isinstance(value, torch.Tensor)]
+        self._fwd_inputs_for_bwd_meta = copies.args if distributed else ()
+        tensors = [value for value in flatten_args(copies.kwargs) if isinstance(value, torch.Tensor)]
         self._fwd_kwargs_tensors_for_bwd_meta = tuple(tensors) if distributed else ()
         if self._stage_meta.outputs is None:
             raise PipeliningMetadataError(f"stage {self.stage_index} returned None, where the next stage needs tensors")
@@ -153,10 +154,6 @@ class StageInference(_PipelineStageBase):
             return told
         self._send_meta(told, self.stage_index + 1)
         return None
-
-    def _inference_keywords(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        keywords: dict[str, Any] = copied(kwargs or {})
-        return keywords
 
     def _inference_inputs(
         self, args: tuple[torch.Tensor, ...] | _StageForwardMeta | None
@@ -177,7 +174,7 @@ class StageInference(_PipelineStageBase):
             kinds = kinds_of(*self._coming)[0]
             self._kinds = kinds if len(set(kinds)) > 1 else ()
             called = [self._coming[0][microbatch] for microbatch in self._firsts()]
-            return self._leaves(tensors), [self._call(one) for one in zip(called, self._firsts(), strict=True)]
+            return self._stand_ins(tensors), [self._call(one) for one in zip(called, self._firsts(), strict=True)]
         told = args if self._is_same_rank(self.stage_index - 1) else self._recv_meta(self.stage_index - 1)
         if not isinstance(told, _StageForwardMeta):
             raise PipeliningMetadataError(
@@ -187,7 +184,7 @@ class StageInference(_PipelineStageBase):
         self._stage_meta.inputs = told.forward_metas
         self._kinds, others = (told.kinds, told.others) if isinstance(told, ForwardMetaOfKinds) else ((), ())
         further = [self._call(one) for one in zip(others, self._firsts(), strict=True)]
-        return self._leaves(told.forward_metas), further
+        return self._stand_ins(told.forward_metas), further
 
     def _firsts(self) -> list[int]:
         """The first microbatch of every kind but the first."""
@@ -196,26 +193,32 @@ class StageInference(_PipelineStageBase):
     def _call(self, one: tuple[Any, int]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         values, microbatch = one
         kwargs = self._coming[1][microbatch] if self._coming[1] else {}
-        return self._leaves(validate_and_normalize_to_tuple(values) if self.is_first else values), (
-            self._inference_keywords(kwargs)
-        )
+        return self._stand_ins(validate_and_normalize_to_tuple(values) if self.is_first else values), kwargs
 
-    def _leaves(self, values: Any) -> tuple[torch.Tensor, ...]:
-        """Arguments for a run: copies of real ones, zeros for described ones."""
-        return tuple(self._to_tensor(one) if self.is_first else _zeroed(self._to_tensor(one)) for one in values)
+    def _stand_ins(self, values: Any) -> tuple[torch.Tensor, ...]:
+        """Arguments for a dry run: real ones as they are, zeros for described ones, which are valid as an index."""
+        tensors = tuple(map(self._to_tensor, values))
+        if not self.is_first:
+            with torch.no_grad():
+                for tensor in tensors:
+                    tensor.zero_()
+        return tensors
 
     def _dry_run(
-        self, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any], has_backward: bool
-    ) -> tuple[torch.Tensor, ...] | None:
-        with (
-            untouched(self.submod, torch.device(self.device)),
-            self._parallel.silent(),
-            torch.enable_grad() if has_backward else torch.no_grad(),
-        ):
-            outputs = self._compute_outputs(*inputs, module=self.submod, **kwargs)
+        self, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any] | None, has_backward: bool
+    ) -> tuple[tuple[torch.Tensor, ...] | None, Call]:
+        """What the module returns, and the copies that it was called with."""
+        with self._parallel.silent():
+            outputs, copies = dry_run(
+                self.submod,
+                torch.device(self.device),
+                Call(inputs, kwargs or {}),
+                run=partial(self._compute_outputs, module=self.submod),
+                gradients=has_backward,
+            )
         if self.is_last:  # which may return anything, for the loss
             outputs = tuple(value for value in flatten_args(outputs) if isinstance(value, torch.Tensor))
-        return validate_and_normalize_to_tuple(outputs)
+        return validate_and_normalize_to_tuple(outputs), copies
 
     def _compute_outputs(self, *args: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> Any:
         """Run the module for its own sake."""
@@ -314,17 +317,16 @@ class StageInference(_PipelineStageBase):
             assert target is not None
             with torch.enable_grad():
                 value = outputs[0] if len(outputs) == 1 else outputs
-                return [loss_fn(value, self._to_tensor(target), **(loss_kwargs or {}))], None
+                return [loss_fn(value, copy_as_leaves(self._to_tensor(target)), **(loss_kwargs or {}))], None
         metas = self._stage_meta.output_grads or ()
         pairs = [pair for pair in zip(outputs, metas, strict=True) if pair[0].requires_grad]
         ones = [None if meta is None else self._ones_from_metadata(meta) for _, meta in pairs]
         return [output for output, _ in pairs], ones
 
     def _to_tensor(self, arg: torch.Tensor | TensorMeta) -> torch.Tensor:
-        """A leaf with a copy of a tensor's values, which are the user's, or any values where it is only described."""
+        """A leaf with the values of a tensor, or any values where it is only described."""
         if isinstance(arg, torch.Tensor):
-            copy: torch.Tensor = copied(arg)
-            return copy
+            return arg.detach().requires_grad_(arg.requires_grad)
         if isinstance(arg, _DTensorMeta):
             return arg.to_dtensor(self.device, self._mesh_cache.get_mesh(arg.mesh_cache_key))
         if isinstance(arg, TensorMeta):
@@ -391,9 +393,3 @@ def _like(
             "microbatches with DTensors differ in their shapes; make the batch a multiple of the number of microbatches"
         )
     return tuple(None if one is None else other for one, other in zip(gradients, derived, strict=True))
-
-
-def _zeroed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same leaf with zeros in it: what is left in memory may be no valid index."""
-    with torch.no_grad():
-        return tensor.zero_()

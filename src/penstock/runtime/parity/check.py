@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.errors import StageError
-from penstock.execution.preserved_state import copied
+from penstock.execution.preserved_state import copy_as_leaves
 from penstock.runtime.parity.comparison import alone, compared, compared_losses, exchanged, parameters_of
 from penstock.runtime.parity.loss_reduction import reduction_of
-from penstock.runtime.parity.preserve import put_back, taken, untouched
+from penstock.runtime.parity.preserve import pop_gradients, preserved_pipeline, restore_values
 from penstock.runtime.parity.replay import Replay, order_of
 from penstock.runtime.parity.report import HALVES, SCHEDULED, Parity
 from penstock.runtime.parity.shared_parameters import SharedParameters, copies_among
@@ -30,8 +30,8 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         raise StageError("check_parity compares gradients, and this schedule has no backward")
     parameters = parameters_of(pipe.stages)
     values: Values = {}
-    with pipe._telling, torch.enable_grad(), untouched(pipe, parameters, values) as begin:
-        batch = pipe._batches.of_step(copied(args), copied(kwargs), target, varying=True)
+    with pipe._telling, torch.enable_grad(), preserved_pipeline(pipe, parameters, values) as begin:
+        batch = pipe._batches.of_step(copy_as_leaves(args), copy_as_leaves(kwargs), target, varying=True)
         # So that shapes are known, and no stage is run for them below.
         pipe._programs.training(batch, pipe._customized)
         values |= {one: one.detach().clone() for one in parameters}  # now that lazy ones have theirs
@@ -46,10 +46,12 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         begin()
         found: list[torch.Tensor] = []
         with Replay(pipe.stages, order_of(pipe)):
-            pipe.step(*copied(args), target=target, losses=found, return_outputs=False, **copied(kwargs))
+            pipe.step(
+                *copy_as_leaves(args), target=target, losses=found, return_outputs=False, **copy_as_leaves(kwargs)
+            )
         pipe.transport.progress.call = _CALL  # again
         shared.wait()
-        scheduled = taken(mine)
+        scheduled = pop_gradients(mine)
         differences = [
             *compared(alone(mine, pipe.stages), halves, expected, HALVES),
             *compared(mine, scheduled, expected, SCHEDULED),
@@ -64,7 +66,9 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
             varies = any(not one.fits for one in compared(mine, again, expected, SCHEDULED))
             random = any(data == b"1" for data in pipe.transport.exchange(b"1" if varies else b"0"))
         copies = copies_among(pipe.transport, mine)
-        trained = [data.decode() for data in pipe.transport.exchange(put_back(parameters, values).encode()) if data]
+        trained = [
+            data.decode() for data in pipe.transport.exchange(restore_values(parameters, values).encode()) if data
+        ]
     if trained:
         raise StageError(
             f"{trained[0]} was changed while gradients were compared, and is as before now: does a hook step an "

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import MetadataError, MicrobatchError
 from penstock.execution.microbatches.merge import merge
 from penstock.execution.microbatches.split import is_split_already
-from penstock.execution.preserved_state import copied
+from penstock.execution.preserved_state import copy_as_leaves
 from penstock.runtime.parity.comparison import precision
 from penstock.runtime.parity.report import Reduction
 
@@ -42,7 +42,7 @@ def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
     except Exception as error:  # a splitter's own merge may raise whatever it likes
         return Reduction(unchecked=str(error))
     try:
-        again = [loss_fn(copied(output), one).detach() for output, one in zip(outputs, targets, strict=True)]
+        again = [loss_fn(copy_as_leaves(output), one).detach() for output, one in zip(outputs, targets, strict=True)]
         loss = loss_fn(whole_output, whole_target)
     except Exception as error:
         return Reduction(unchecked=f"loss_fn fails for the whole batch, with {type(error).__name__}: {error}")
@@ -60,7 +60,7 @@ def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], targe
     """The outputs and the targets of all microbatches, each as one."""
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
         raise MicrobatchError("the last stage gives a number for each microbatch, and none for the whole batch")
-    output = merge(copied(outputs), pipe._output_spec)
+    output = merge(copy_as_leaves(outputs), pipe._output_spec)
     if is_split_already(output):
         raise MicrobatchError("output_spec keeps the outputs of the microbatches apart")
     if is_split_already(target):

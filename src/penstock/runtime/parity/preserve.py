@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.execution.preserved_state import Buffers, random_state
+from penstock.execution.preserved_state import Buffers, preserved_random_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def untouched(
+def preserved_pipeline(
     pipe: Pipeline,
     parameters: Mapping[torch.nn.Parameter, Owned],
     values: Values,
@@ -38,23 +38,23 @@ def untouched(
     buffers, gradients = Buffers(modules), {one: one.grad for one in parameters}
 
     def begin() -> None:
-        buffers.put_back()
+        buffers.restore()
         for one in parameters:
             one.grad = None
 
-    with random_state([stage.device for stage in pipe.stages.values()], modules):
+    with preserved_random_state([stage.device for stage in pipe.stages.values()], modules):
         pipe.transport.exchange(b"kept")
         try:
             yield begin
             pipe.transport.exchange(b"done")
         finally:
-            buffers.put_back()
-            put_back(parameters, values)
+            buffers.restore()
+            restore_values(parameters, values)
             for one, gradient in gradients.items():
                 one.grad = gradient
 
 
-def taken(parameters: Collection[torch.nn.Parameter]) -> Gradients:
+def pop_gradients(parameters: Collection[torch.nn.Parameter]) -> Gradients:
     """The gradients, taken away from the parameters."""
     found = {one: one.grad for one in parameters}
     for one in parameters:
@@ -62,7 +62,7 @@ def taken(parameters: Collection[torch.nn.Parameter]) -> Gradients:
     return found
 
 
-def put_back(parameters: Mapping[torch.nn.Parameter, Owned], values: Values) -> str:
+def restore_values(parameters: Mapping[torch.nn.Parameter, Owned], values: Values) -> str:
     """Give parameters the values that they had; returns which of them had another, if one had."""
     changed = ""
     for parameter, owned in parameters.items():

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.execution.edges import arguments, present, roots_of
-from penstock.execution.preserved_state import copied
+from penstock.execution.preserved_state import copy_as_leaves
 from penstock.execution.step import Flight
 from penstock.execution.value_spec import flatten, wire
 from penstock.execution.wire_format import decode, encode
@@ -107,7 +107,7 @@ class PlainRun:
         if begin is None:
             meta, tensors = self._taken(index)
             begin = arguments(meta.unflatten(tensors))
-        again = copied(begin), copied(kwargs)
+        again = copy_as_leaves(begin), copy_as_leaves(kwargs)
         last = index == len(self._rank_of) - 1
         ends = meta is not None  # what the first stage is called with has no stage before it
 
@@ -117,12 +117,12 @@ class PlainRun:
             if not last:
                 return output, Flight(roots_of(flatten(output)[0]), inputs)
             if len(self.outputs) == microbatch:  # and not one that is run once more
-                self.outputs.append(copied(output))
+                self.outputs.append(copy_as_leaves(output))
             assert self._loss_fn is not None
             loss = compute_loss(self._loss_fn, output, target)
             return loss, Flight(stage.loss_root(loss, output), inputs)
 
-        output, flight = call(begin, copied(kwargs))
+        output, flight = call(begin, copy_as_leaves(kwargs))
         if last:
             self.losses.append(output.detach())
             return Visit(stage, microbatch, lambda: call(*again)[1], flight, None, meta)

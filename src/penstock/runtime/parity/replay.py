@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from penstock.execution.preserved_state import Buffers, drawing
+from penstock.execution.preserved_state import RNG_LOCK, Buffers
 from penstock.lowering.forwards import forwards_of
 
 if TYPE_CHECKING:
@@ -46,24 +46,24 @@ class Replay:
         """Where the stage is run again for its last microbatch, with the buffers that it had."""
         stage = visit.stage
         current = Buffers([stage.module])
-        self._buffers[stage.index].put_back()
+        self._buffers[stage.index].restore()
         self._again = visit.microbatch
         try:
             yield
         finally:
             self._again = None
-            current.put_back()
+            current.restore()
 
     def _before(self, index: int, *_: object) -> None:
         microbatch = next(self._left[index]) if self._again is None else self._again
-        drawing.acquire()
+        RNG_LOCK.acquire()
         if self._again is None:
             self._buffers[index] = Buffers([self._stages[index].module])
         torch.manual_seed((index << 20) + microbatch)
 
 
 def _after(*_: object) -> None:
-    drawing.release()
+    RNG_LOCK.release()
 
 
 def order_of(pipe: Pipeline) -> dict[int, list[int]]:

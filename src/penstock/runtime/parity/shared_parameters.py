@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.errors import MetadataError
-from penstock.runtime.parity.preserve import taken
+from penstock.runtime.parity.preserve import pop_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -60,7 +60,7 @@ class SharedParameters:
                 if (gradient := gradients[one]) is not None:
                     one.grad = gradient if one.grad is None else one.grad + gradient
         self.wait()
-        found = taken([one for one in self._shared if one in self.mine])
+        found = pop_gradients([one for one in self._shared if one in self.mine])
         return gradients | found
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.execution.preserved_state import copied
+from penstock.execution.preserved_state import copy_as_leaves
 from penstock.runtime.parity.comparison import Owned, difference
-from penstock.runtime.parity.preserve import taken
+from penstock.runtime.parity.preserve import pop_gradients
 from penstock.runtime.parity.reference_run import PlainRun
 from penstock.runtime.parity.replay import Replay
 from penstock.runtime.parity.report import HALVES, Difference
@@ -56,10 +56,12 @@ class Unsplit:
         args, kwargs, targets = self._batch[:3]
         with pipe._around(training=True), Replay(pipe.stages, orders) as self._replay:
             self.shares = pipe._shares(self._batch)
-            plain.run(copied(args), copied(kwargs), targets, self.shares, self._in_halves if split else None)
+            plain.run(
+                copy_as_leaves(args), copy_as_leaves(kwargs), targets, self.shares, self._in_halves if split else None
+            )
         self.outputs = plain.outputs
         # A lower rank that has a parameter, too, is later done with it.
-        return taken(self._mine), self._halves, plain.losses
+        return pop_gradients(self._mine), self._halves, plain.losses
 
     def _in_halves(
         self, visit: Visit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]

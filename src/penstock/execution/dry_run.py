@@ -1,0 +1,124 @@
+"""The dry run of a stage: one call of its module that finds out what it returns, and has no other effect.
+
+It runs on copies of the arguments, and preserves buffers and random states. Attributes that a module sets in Python
+stay.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.errors import StageError
+from penstock.execution.edges import arguments
+from penstock.execution.preserved_state import copy_as_leaves, preserved_state
+from penstock.execution.shared_memory import Kin, find_groups, has_memory
+from penstock.execution.stage import CHANGES_INPUTS
+from penstock.execution.trees import tensors_in
+from penstock.execution.value_spec import EdgeMeta, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.execution.stage import Stage
+
+
+class Call(NamedTuple):
+    """The arguments of a stage in a dry run.
+
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        kin: which of the tensors are kin (see ``find_groups``).
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    kin: Kin = ()
+
+    @classmethod
+    def with_zeros(cls, meta: EdgeMeta, device: torch.device, kwargs: dict[str, Any]) -> Self:
+        """Zeros in the place of what the stage before returns: they are valid as an index, too."""
+        zeros = [one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors]
+        return cls(arguments(meta.unflatten(zeros)), kwargs, [[zeros[number] for number in one] for one in meta.shared])
+
+    def copy(self) -> Call:
+        """The same with copies of all tensors, as leaves."""
+        args, kwargs = copy_as_leaves(self.args), copy_as_leaves(self.kwargs)
+        pairs = zip(pytree.tree_leaves((self.args, self.kwargs)), pytree.tree_leaves((args, kwargs)), strict=True)
+        dense = [pair for pair in pairs if isinstance(pair[0], torch.Tensor) and has_memory(pair[0])]
+        groups = find_groups([original for original, _ in dense], self.kin)
+        return Call(args, kwargs, [[dense[number][1] for number in group] for group in groups])
+
+
+def dry_run(
+    module: torch.nn.Module,
+    device: torch.device,
+    call: Call,
+    *,
+    run: Callable[..., Any] | None = None,
+    gradients: bool = True,
+) -> tuple[Any, Call]:
+    """Run a module for its own sake.
+
+    >>> x = torch.zeros(2)
+    >>> dry_run(torch.nn.ReLU(inplace=True), x.device, Call((x - 1,), {}))[0]
+    tensor([0., 0.])
+
+    Args:
+        module: the module.
+        device: where it runs.
+        call: the arguments, of which copies are used.
+        run: runs the module, given the arguments; by default, the module itself.
+        gradients: whether outputs get a graph.
+
+    Returns:
+        What it returns, and the copies that it was called with.
+    """
+    copies = call.copy()
+    with preserved_state(module, device), torch.set_grad_enabled(gradients):
+        return (run or module)(*copies.args, **copies.kwargs), copies
+
+
+def find_output(stage: Stage, call: Call) -> EdgeMeta:
+    """Describe what a stage returns. Whether it changes its inputs in place is found out, too."""
+    try:
+        output, copies = _run(stage, call)
+        return describe(output, copies.kin)
+    except Exception as error:
+        if CHANGES_INPUTS in str(error) and not stage.changes_inputs:
+            stage.changes_inputs = True
+            return find_output(stage, call)
+        raise _failure(stage, call, error) from error
+
+
+def find_changes(stage: Stage, call: Call) -> None:
+    """Find out whether the last stage changes its inputs in place. Whatever else is wrong shows when it runs."""
+    try:
+        _run(stage, call)
+    except Exception as error:
+        stage.changes_inputs = stage.changes_inputs or CHANGES_INPUTS in str(error)
+
+
+def _run(stage: Stage, call: Call) -> tuple[Any, Call]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        inputs = tensors_in(args) if stage.index > 0 else []
+        versions = [tensor._version for tensor in inputs]
+        output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **kwargs)
+        if [tensor._version for tensor in inputs] != versions:
+            stage.changes_inputs = True
+        if stage.parallel is not None:
+            stage.parallel.reshard()
+        return output
+
+    return dry_run(stage.module, stage.device, call, run=run)
+
+
+def _failure(stage: Stage, call: Call, error: Exception) -> StageError:
+    given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(call.args))
+    told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
+    by_name = stage.index == 0 and isinstance(error, TypeError) and "positional argument" in str(error)
+    hint = "; pass a target by its name: step(x, target=y)" if by_name else ""
+    return StageError(f"{told}: {type(error).__name__}: {error}{hint}", stage=stage.index)
