@@ -86,7 +86,7 @@ def test_compare_as_json_and_costs_that_do_not_fit_all(tmp_path):
     told = {row["name"]: row for row in json.loads(run("compare", "-r", "4", "-m", "8", "-c", str(path), "--json"))}
     assert told["ZBVZeroBubble"]["fits"]
     assert told["ZBVZeroBubble"]["hops"] == 6 * 2
-    assert told["1F1B"]["reason"].startswith("latency has 7 numbers, and there are 3 edges")
+    assert told["1F1B"]["reason"].startswith("latency has 7 numbers, but there are 3 edges")
     assert "not 1F1B: latency has 7 numbers" in run("compare", "-r", "4", "-m", "8", "-c", str(path))
     assert "none of them fits" in run("compare", "--memory-limit", "0.5", code=1)
 
@@ -145,14 +145,14 @@ def test_a_file_has_its_own_order(tmp_path):
         (["simulate", "1F1B", "--steps", "0"], "steps must be at least 1"),
         (["simulate", "1F1B", "--model", "fast"], "is not a communication model"),
         (["simulate", "1F1B", "--noise", "-1"], "noise must be"),
-        (["simulate", "1F1B", "-o", "a.pdf"], "a timeline is written to"),
+        (["simulate", "1F1B", "-o", "a.pdf"], "unknown suffix; use"),
         (["view", "none.csv", "-r", "5"], "none.csv has its own sizes"),
         (["simulate", "1F1B", "--steps", "100000000"], "steps must be at most"),
         (["simulate", "1F1B", "--noise", "1", "--samples", "1000000000"], "samples must be at most"),
         (["compare", "--ranks", "0"], "ranks must be at least 1"),
         (["view", "1F1B", "-o", "a.png"], r"a page is written to"),
         (["simulate", "none.csv"], "none.csv"),
-        (["simulate", "1F1B", "--fit"], "1F1B has the same order whatever the costs"),
+        (["simulate", "1F1B", "--fit"], "1F1B does not depend on costs"),
     ],
 )
 def test_bad_usage(arguments, words):

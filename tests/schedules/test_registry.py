@@ -53,7 +53,7 @@ def test_a_name_like_none_lists_all():
         ({"ranks": 2, "microbatches": -3}, "microbatches", "microbatches must be at least 1, got -3"),
         ({"ranks": 2, "microbatches": 1.5}, "microbatches", "microbatches must be an integer, got 1.5"),
         ({"ranks": "2", "microbatches": 1}, "ranks", "ranks must be an integer, got '2'"),
-        ({"ranks": 2, "microbatches": 10**9}, "microbatches", "microbatches=1000000000 is too many"),
+        ({"ranks": 2, "microbatches": 10**9}, "microbatches", "reduce microbatches=1000000000"),
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
@@ -72,7 +72,7 @@ def test_stages_per_rank(recipe):
         assert ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=5).stages == 10
         wrong, told = 0, "stages_per_rank must be at least 1, got 0"
     else:
-        wrong, told = 3, rf"{recipe.name} has {recipe.stages_per_rank} stages? per rank, not 3; leave"
+        wrong, told = 3, rf"{recipe.name} has {recipe.stages_per_rank} stages? per rank, not 3; omit"
     with pytest.raises(ps.SizeError, match=told):
         ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=wrong)
 

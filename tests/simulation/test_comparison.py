@@ -25,14 +25,14 @@ def test_what_just_fits_fits():
     found = {candidate.name: candidate for candidate in candidates(4, 50, ps.Costs(activation=0.3), memory_limit=1.2)}
     assert not found["ZB-H1"].reason
     assert found["ZB-H1"].peak_memory == pytest.approx(1.2)
-    assert found["GPipe"].reason == "rank 0 holds 15, and 1.2 is the limit"
+    assert found["GPipe"].reason == "rank 0 holds 15, but the limit is 1.2"
 
 
 def test_bad_arguments():
     for arguments, words in (
-        ({"costs": {}}, "costs are Costs"),
-        ({"memory_limit": float("nan")}, "memory_limit must be a number"),
-        ({"memory_limit": -1}, "memory_limit must be a number"),
+        ({"costs": {}}, "costs must be Costs"),
+        ({"memory_limit": float("nan")}, "memory_limit must be a finite number"),
+        ({"memory_limit": -1}, "memory_limit must be a finite number"),
     ):
         with pytest.raises(ps.PenstockError, match=words):
             list(candidates(4, 8, **arguments))

@@ -43,27 +43,27 @@ def test_a_file_written_by_hand(tmp_path):
     [
         ({"forward": -1}, "forward", "forward must be at least 0, got -1"),
         ({"forward": [1, -1]}, "forward", r"forward\[1\] must be at least 0, got -1"),
-        ({"backward": math.nan}, "backward", "backward must be finite, not nan"),
-        ({"latency": math.inf}, "latency", "latency must be finite, not inf"),
-        ({"forward": "1"}, "forward", "forward must be a number, not '1'"),
-        ({"forward": True}, "forward", "forward must be a number, not True"),
-        ({"forward": None}, "forward", "forward must be a number, not None"),
+        ({"backward": math.nan}, "backward", "backward must be finite, got nan"),
+        ({"latency": math.inf}, "latency", "latency must be finite, got inf"),
+        ({"forward": "1"}, "forward", "forward must be a number, got '1'"),
+        ({"forward": True}, "forward", "forward must be a number, got True"),
+        ({"forward": None}, "forward", "forward must be a number, got None"),
         ({"forward": {1, 2}}, "forward", "forward must be a number"),
         ({"forward": 1 + 2j}, "forward", "forward must be a number"),
         ({"forward": bytearray(b"12")}, "forward", "forward must be a number"),
-        ({"forward": [[1]]}, "forward", r"forward\[0\] must be a number, not \[1\]"),
+        ({"forward": [[1]]}, "forward", r"forward\[0\] must be a number, got \[1\]"),
         ({"forward": {"0": 1}}, "forward", "forward must be a number"),
         ({"forward": 10**400}, "forward", "forward must be a number"),
-        ({"forward": 1e308}, "forward", "forward must be within 1e-100 and 1e100"),
-        ({"bandwidth": 1e-300, "activation_bytes": 1}, "bandwidth", "bandwidth must be within"),
+        ({"forward": 1e308}, "forward", "forward must be between 1e-100 and 1e100"),
+        ({"bandwidth": 1e-300, "activation_bytes": 1}, "bandwidth", "bandwidth must be between"),
         ({"bandwidth": 0, "activation_bytes": 1}, "bandwidth", "bandwidth must be more than 0"),
-        ({"bandwidth": 3}, "activation_bytes", "bandwidth has no meaning without activation_bytes"),
-        ({"activation_bytes": 3}, "bandwidth", "no meaning without bandwidth"),
+        ({"bandwidth": 3}, "activation_bytes", "bandwidth has no effect without activation_bytes"),
+        ({"activation_bytes": 3}, "bandwidth", "no effect without bandwidth"),
         ({"overlap": 0}, "overlap", "overlap must be more than 0"),
-        ({"overlap": [1, 1]}, "overlap", "overlap is one number for all"),
-        ({"input_release": 1.5}, "input_release", "input_release is a share"),
-        ({"foward": 1}, "foward", "no field 'foward'; did you mean 'forward'"),
-        ({"price": 1}, "price", "no field 'price'; the fields are forward,"),
+        ({"overlap": [1, 1]}, "overlap", "overlap must be a single number"),
+        ({"input_release": 1.5}, "input_release", "input_release must be a share"),
+        ({"foward": 1}, "foward", "unknown field 'foward' of costs; did you mean 'forward'"),
+        ({"price": 1}, "price", "unknown field 'price' of costs; the fields are forward,"),
     ],
 )
 def test_bad_fields_are_named(tmp_path, fields, field, words):
@@ -80,10 +80,10 @@ def test_bad_fields_are_named(tmp_path, fields, field, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"forward": (1, 2, 3)}, "forward has 3 numbers, and there are 4 stages"),
-        ({"latency": (1, 2, 3, 4)}, "latency has 4 numbers, and there are 3 edges"),
-        ({"activation": (1,)}, "activation has 1 number, and there are 4 stages"),
-        ({"optimizer": (1,)}, "optimizer has 1 number, and"),
+        ({"forward": (1, 2, 3)}, "forward has 3 numbers, but there are 4 stages"),
+        ({"latency": (1, 2, 3, 4)}, "latency has 4 numbers, but there are 3 edges"),
+        ({"activation": (1,)}, "activation has 1 number, but there are 4 stages"),
+        ({"optimizer": (1,)}, "optimizer has 1 number, but"),
     ],
 )
 def test_too_few_stages(fields, words):
@@ -97,10 +97,10 @@ def test_too_few_stages(fields, words):
     [
         ("costs.toml", "forward = ", "costs.toml: is damaged"),
         ("costs.json", "{", "costs.json: is damaged"),
-        ("costs.json", "[1]", "costs are a table of fields"),
+        ("costs.json", "[1]", "costs must be a table of fields"),
         ("costs.json", "[" * 100_000, "costs.json: is damaged"),
         ("costs.toml", "\xff\0", "is not text"),
-        ("costs.yaml", "forward: 1", r"costs are in \*.toml or \*.json files"),
+        ("costs.yaml", "forward: 1", r"costs must be in a \*.toml or \*.json file"),
     ],
 )
 def test_unreadable_files(tmp_path, name, content, words):
@@ -128,18 +128,18 @@ def test_numpy_numbers_become_plain_ones():
 
 @pytest.mark.parametrize("schedule", ["1F1B", None, 3])
 def test_what_cannot_be_simulated(schedule):
-    with pytest.raises(ps.ScheduleError, match="a Schedule can be simulated"):
+    with pytest.raises(ps.ScheduleError, match="expected a Schedule"):
         ps.simulate(schedule)
 
 
 def test_what_is_not_costs_or_a_model():
     schedule = ps.build("1F1B", ranks=2, microbatches=2)
-    with pytest.raises(ps.CostsError, match="costs are Costs"):
+    with pytest.raises(ps.CostsError, match="costs must be Costs"):
         ps.simulate(schedule, {"forward": 1})
     for model in ("eager", ["eager"]):
         with pytest.raises(ps.ModelError, match="model must be a CommModel"):
             ps.simulate(schedule, model=model)
-    with pytest.raises(ps.CostsError, match="'bandwidth' is not a field of stages"):
+    with pytest.raises(ps.CostsError, match="'bandwidth' is not a per-stage field"):
         ps.Costs().per_stage("bandwidth", 4)
     with pytest.raises(ps.SizeError, match="steps must be at least 1"):
         ps.simulate(schedule, steps=0)

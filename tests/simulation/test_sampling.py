@@ -44,13 +44,13 @@ def test_the_factors_have_a_mean_of_one():
         ({"noise": 11}, "noise must be at most 10"),
         ({"noise": 10**400}, "noise must be a number"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"costs": [ps.Costs()], "noise": 0.5}, "noise and stragglers vary one Costs"),
-        ({"costs": [ps.Costs(), ps.Costs(activation=(1, 2))]}, "activation has 2 numbers, and there are 4 stages"),
-        ({"stragglers": [0.1]}, "stragglers has 1 numbers, and there are 4 ranks"),
+        ({"costs": [ps.Costs()], "noise": 0.5}, "noise and stragglers need a single Costs"),
+        ({"costs": [ps.Costs(), ps.Costs(activation=(1, 2))]}, "activation has 2 numbers, but there are 4 stages"),
+        ({"stragglers": [0.1]}, "stragglers has 1 numbers, but there are 4 ranks"),
         ({"stragglers": "no"}, "stragglers"),
         ({"samples": 0}, "samples must be at least 1"),
-        ({"costs": []}, "give Costs, or a list of them"),
-        ({"costs": [1]}, "give Costs, or a list of them"),
+        ({"costs": []}, "costs must be Costs or a list of them"),
+        ({"costs": [1]}, "costs must be Costs or a list of them"),
     ],
 )
 def test_bad_arguments(arguments, words):
@@ -59,7 +59,7 @@ def test_bad_arguments(arguments, words):
 
 
 def test_percentiles_are_from_0_to_100():
-    with pytest.raises(ps.CostsError, match="from 0 to 100"):
+    with pytest.raises(ps.CostsError, match="between 0 and 100"):
         ps.simulate_many(SCHEDULE, samples=2).percentile(101)
 
 

@@ -35,7 +35,7 @@ def test_two_ranks_by_hand():
     assert [(t.source, t.target, str(t.action), t.start, t.end) for t in timeline.transfers] == [
         (0, 1, "0SEND_F0", 1, 2), (1, 0, "1SEND_B0", 5, 6),
     ]  # fmt: skip
-    assert str(timeline.waits[0]) == "rank 0 is idle from 1 to 5: 0B0 waits for the gradient that 1B0 makes on rank 1"
+    assert str(timeline.waits[0]) == "rank 0 is idle from 1 to 5: 0B0 waits for the gradient of 1B0 on rank 1"
 
 
 def test_program_order():
@@ -59,7 +59,7 @@ def test_made_but_not_sent():
     schedule = ps.Schedule([["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]])
     timeline = ps.simulate(schedule)
     assert told(timeline)[-2:] == ["1: 0-1 activation", "1: 1-2 unsent"]
-    assert timeline.waits[-1].why == "1F0 waits for what 0F0 makes on rank 0, which has not sent it yet"
+    assert timeline.waits[-1].why == "1F0 waits for the output of 0F0 on rank 0, which has not been sent yet"
 
 
 def test_a_receive_that_is_posted_late_is_no_busy_lane():
@@ -120,7 +120,7 @@ def test_a_receive_behind_a_send():
         "1: 2-7 lane",
         "1: 8-14 drained",
     ]
-    assert "1F1 waits for what 0F1 makes on rank 0, and its lane is busy" in " ".join(map(str, timeline.waits))
+    assert "1F1 waits for the output of 0F1 on rank 0, whose lane is busy" in " ".join(map(str, timeline.waits))
 
 
 def test_memory_over_time():

@@ -211,8 +211,8 @@ def test_the_pointer_shows_an_action_and_what_it_waited_for(show):
     assert page.evaluate("penstock.hovered.cell") == cell_of(timeline, "1F0")
     assert page.locator("#tooltip").inner_text().split("\n") == [
         "1F0", "what", "forward", "rank", "1", "start", "1.5", "end", "2.5", "duration", "1", "memory then", "1",
-        "waited 1", "1F0 waits for the activation that 0F0 makes on rank 0",
-        "waited 0.5", "1F0 waits for what 0F0 makes on rank 0, which is under way",
+        "waited 1", "1F0 waits for the activation of 0F0 on rank 0",
+        "waited 0.5", "1F0 waits for the output of 0F0 on rank 0, which is in flight",
     ]  # fmt: skip
     page.mouse.move(*place_of(page, timeline, "0F1"))
     assert "not at all: it follows 0F0 on rank 0" in page.locator("#tooltip").inner_text()

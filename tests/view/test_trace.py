@@ -151,7 +151,7 @@ def test_it_says_what_was_waited_for(tmp_path):
         "type": "F",
         "microbatch": 0,
         "step": 0,
-        "waited for": "1F0 waits for the activation that 0F0 makes on rank 0 (1)",
+        "waited for": "1F0 waits for the activation of 0F0 on rank 0 (1)",
     }
 
 

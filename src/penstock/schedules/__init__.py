@@ -1,1 +1,1 @@
-"""Every known schedule as a pure function of its sizes, and a registry of them by name."""
+"""Builds every known schedule with a pure function of its sizes, and looks them up by name."""

@@ -1,8 +1,9 @@
-"""The fitter for schedules that split the backward: weight gradients go where a rank would idle, for given costs.
+"""Fits schedules that split the backward to given costs: weight gradients run where a rank would be idle.
 
-An order that does not know the costs is at its best only at those it was drawn for. Here forwards and input gradients
-keep their order. No other rank waits for a weight gradient, so it is put off until its own has nothing else to do, or
-needs the memory. How long a gap must be to be worth one depends on who waits for what comes behind it: that is tried.
+An order that does not depend on costs is optimal only for the costs that it was designed for. Here forwards and input
+gradients keep their order. No other rank waits for a weight gradient, so it is delayed until its rank has nothing else
+to do, or needs the memory. How long a gap must be to be filled depends on who waits for what follows; several choices
+are tried.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
     Floats = NDArray[np.float64]
 
-#: A gap is filled if it is at least so long, as a share of the weight gradient that would fill it.
+#: How long a gap must be to be filled, as a share of the weight gradient that would fill it.
 PATIENCES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
-#: The share of a limit of memory that is no more than rounding.
+#: The tolerance of memory limits, as a share: anything below is rounding.
 ROUNDING: Final = 1e-9
 
 _FIELDS: Final = {FORWARD: "forward", BACKWARD_INPUT: "backward_input", BACKWARD_WEIGHT: "backward_weight"}
@@ -41,24 +42,24 @@ _NONE: Final = -1
 
 @runtime_checkable
 class StageCosts(Protocol):
-    """What has to be known of the costs; ``penstock.Costs`` knows it."""
+    """The costs that are needed here; ``penstock.Costs`` has them."""
 
     @property
     def dispatch(self) -> float:
-        """Time that a rank takes to start an action."""
+        """The time that a rank takes to start an action."""
 
     def per_stage(self, field: str, stages: int) -> Floats:
-        """A field of ``penstock.Costs``, for each of so many stages."""
+        """Return a field of ``penstock.Costs`` for each stage."""
 
     def transfer(self, stages: int, *, backward: bool) -> Floats:
-        """The time of a transfer over the edge behind each of the stages but the last."""
+        """Return the time of a transfer over the edge after each stage but the last."""
 
 
 def fit_to_costs(schedule: Schedule, costs: StageCosts) -> Schedule:
-    """The schedule with its weight gradients placed for these costs.
+    """Place the weight gradients of a schedule for these costs.
 
-    It is the best of about a dozen, by span and then by makespan. The schedule as it stands is one of them, and no rank
-    holds more memory than in that one. Each takes O(actions x log ranks).
+    Returns the best of about a dozen orders, by span and then by makespan. The given schedule is one of them, and no
+    rank holds more memory than in it. Each order takes O(actions x log ranks).
 
     >>> from penstock.schedules.zbv_zero_bubble import zbv_zero_bubble
     >>> from penstock.simulation.costs import Costs
@@ -69,17 +70,17 @@ def fit_to_costs(schedule: Schedule, costs: StageCosts) -> Schedule:
     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
     """
     if not isinstance(costs, StageCosts):
-        raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
+        raise CostsError(f"costs must be Costs, e.g. Costs(forward=1, backward_input=1), got {costs!r}")
     actions = _action_costs(schedule, costs)
     rows = [list(range(begin, end)) for begin, end in pairwise(schedule.offsets.tolist())]
     plain = _simulate(actions, [_Rank(row) for row in rows])
 
-    put_off = set(actions.owes)
-    orders = [[action for action in row if action not in put_off] for row in rows]
+    delayed = set(actions.owes)
+    orders = [[action for action in row if action not in delayed] for row in rows]
     limits = [peak * (1 + ROUNDING) for peak in plain.peaks]
 
     def simulate(patience: float, hurried: int = 0) -> _Run:
-        """The ranks fill gaps with this patience; the first few fill any, once nothing but the tail is left."""
+        """Run with this patience; the first ``hurried`` ranks fill any gap once only the tail is left."""
         ranks = [_Rank(order, actions.owes, limit, patience) for order, limit in zip(orders, limits, strict=True)]
         for rank in ranks[:hurried]:
             rank.hurried_from = _tail(rank.order, actions)
@@ -100,15 +101,15 @@ def fit_to_costs(schedule: Schedule, costs: StageCosts) -> Schedule:
 
 
 class _ActionCosts(NamedTuple):
-    """Every action of a schedule by its number in ``codes``: what it waits for, and what it takes.
+    """What every action of a schedule waits for and costs, by its index in ``codes``.
 
     Attributes:
         stage: its stage.
-        awaits: the action that it waits for; if for none, one behind the last, which has always ended.
-        delay: how long after the end of that it can start.
+        awaits: the action that it waits for; if none, the index after the last one, which has always ended.
+        delay: how long after the end of that action it can start.
         duration: how long it takes.
-        change: the memory that it takes at its start, or releases at its end: then it is negative.
-        owes: the weight gradient that an input gradient makes possible, else none.
+        change: the memory that it allocates at its start, or releases at its end if negative.
+        owes: the weight gradient that an input gradient makes possible, or none.
         reader: the rank that waits for it.
         dispatch: how long a rank takes to start any action.
     """
@@ -127,7 +128,7 @@ def _action_costs(schedule: Schedule, costs: StageCosts) -> _ActionCosts:
     codes, stages, actions = schedule.codes, schedule.stages, len(schedule.codes)
     stage, microbatch, kind = packed.stages(codes), packed.microbatches(codes), packed.types(codes)
     of_kind = {each: np.flatnonzero(kind == packed.TYPE_NUMBER[each]) for each in _FIELDS}
-    # Where each action is, with a stage at both ends that has none: what is not there has always ended.
+    # The index of each action, with an empty stage at both ends: a missing action has always ended.
     at = {each: np.full((stages + 2, schedule.microbatches), actions) for each in _FIELDS}
     for each, mine in of_kind.items():
         at[each][stage[mine] + 1, microbatch[mine]] = mine
@@ -139,7 +140,7 @@ def _action_costs(schedule: Schedule, costs: StageCosts) -> _ActionCosts:
     for each, mine in of_kind.items():
         duration[mine] = costs.per_stage(_FIELDS[each], stages)[stage[mine]]
         change[mine] = changes[each][stage[mine]]
-        for need in NEEDS[each]:  # the last that there is counts: it has itself waited for the others
+        for need in NEEDS[each]:  # the last one counts: it has itself waited for the others
             (provider,) = at.keys() & set(need.any_of)
             found = at[provider][stage[mine] + 1 + need.stage_offset, microbatch[mine]]
             awaits[mine] = np.where(found < actions, found, awaits[mine])
@@ -159,7 +160,7 @@ def _action_costs(schedule: Schedule, costs: StageCosts) -> _ActionCosts:
 
 
 def _transfers(schedule: Schedule, awaits: Ints, costs: StageCosts) -> tuple[Floats, Ints]:
-    """How long what each action waits for is under way, and which rank each action is made for."""
+    """Return how long the input of each action is in flight, and which rank reads the output of each action."""
     stage = packed.stages(schedule.codes)
     rank = np.array(schedule.placement.rank_of)[stage]
     waiting = np.flatnonzero(awaits < len(awaits))
@@ -173,7 +174,7 @@ def _transfers(schedule: Schedule, awaits: Ints, costs: StageCosts) -> tuple[Flo
 
 
 class _Run(NamedTuple):
-    """What came of it: the actions of every rank, the most that each held, and when each began and ended."""
+    """A simulated run: the order of every rank, its peak memory, and when it began and ended."""
 
     rows: list[list[int]]
     peaks: list[float]
@@ -182,20 +183,20 @@ class _Run(NamedTuple):
 
     @property
     def quality(self) -> tuple[float, float]:
-        """The span and the makespan; rounded, so that of equal ones the first is the best."""
+        """The span and the makespan, rounded so that the first of equal ones is the best."""
         span = max(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
         return float(f"{span:.9g}"), float(f"{max(self.ends) - min(self.begins):.9g}")
 
 
 class _Rank:
-    """A rank on its way through its order.
+    """A rank while it is simulated.
 
     Attributes:
         order: the actions that it runs in this order.
-        owes: of each of them the weight gradient to run besides, somewhen later; none if they are in the order.
-        limit: how much memory it may hold.
+        owes: the weight gradient of each action, to be run later; None if they are in the order.
+        limit: the memory limit.
         patience: how long a gap must be to be filled, as a share of what fills it.
-        hurried_from: the place in the order from where on any gap will do.
+        hurried_from: the index in the order after which any gap is filled.
     """
 
     __slots__ = (
@@ -214,7 +215,7 @@ class _Rank:
         self.begin = self.end = -inf
 
     def choose(self, now: float, ends: Sequence[float], actions: _ActionCosts) -> tuple[int, float]:
-        """The action to run now, or none and when to look again."""
+        """Return the action to run now, or none and when to look again."""
         if self.place == len(self.order):
             return (self.owed.popleft(), now) if self.owed else (_NONE, inf)
         due = self.order[self.place]
@@ -227,13 +228,13 @@ class _Rank:
         return due, now
 
     def _is_worth(self, gap: float, actions: _ActionCosts) -> bool:
-        """Whether to fill a gap with the weight gradient that has been owed the longest."""
+        """Return whether to fill a gap with the weight gradient that has been owed the longest."""
         if gap <= 0:
             return False
         return self.place >= self.hurried_from or gap >= self.patience * actions.duration[self.owed[0]]
 
     def run(self, action: int, now: float, actions: _ActionCosts) -> None:
-        """Begin it."""
+        """Start an action."""
         if not self.ran:
             self.begin = now
         self.end = now + actions.duration[action]
@@ -245,7 +246,7 @@ class _Rank:
 
 
 def _simulate(actions: _ActionCosts, ranks: list[_Rank]) -> _Run:
-    """Let every rank run what it chooses, whenever it or somebody it waits for has begun something."""
+    """Let every rank run what it chooses, whenever it or a rank it waits for has started something."""
     ends = [inf] * len(actions.stage) + [-inf]
     looks = [(actions.dispatch, rank) for rank in range(len(ranks))]
     while looks:
@@ -263,7 +264,7 @@ def _simulate(actions: _ActionCosts, ranks: list[_Rank]) -> _Run:
         heappush(looks, (rank.end + actions.dispatch, number))
         reader = actions.reader[action]
         if reader != number and ranks[reader].end + actions.dispatch <= now:
-            heappush(looks, (now, reader))  # it waits, and now it can know for how long
+            heappush(looks, (now, reader))  # it waits, and now knows for how long
     return _Run(
         [rank.ran for rank in ranks],
         [rank.peak for rank in ranks],
@@ -273,7 +274,7 @@ def _simulate(actions: _ActionCosts, ranks: list[_Rank]) -> _Run:
 
 
 def _tail(order: list[int], actions: _ActionCosts) -> int:
-    """From where on an order has only input gradients of the rank's first stage left: no work comes of them here."""
+    """Return where the order has only input gradients of the rank's first stage left, which no action here needs."""
     first, place = min(actions.stage[action] for action in order), len(order)
     while place and actions.owes[order[place - 1]] != _NONE and actions.stage[order[place - 1]] == first:
         place -= 1
@@ -281,7 +282,7 @@ def _tail(order: list[int], actions: _ActionCosts) -> int:
 
 
 def _doubling(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and at last this."""
+    """Yield 1, 2, 4, ..., and finally ``most``."""
     number = 1
     while number < most:
         yield number

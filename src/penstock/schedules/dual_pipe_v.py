@@ -1,7 +1,7 @@
-"""DualPipeV: a V in which forwards run together with backwards, so that their communication overlaps.
+"""DualPipeV: a V in which forwards run together with backwards, so that communication overlaps with compute.
 
-The half of DeepSeek's DualPipe ("DeepSeek-V3 Technical Report", 2024) that needs one copy of the parameters: "cut in
-half" by the authors of the zero bubble schedules.
+DeepSeek's DualPipe ("DeepSeek-V3 Technical Report", 2024), "cut in half" by the authors of the zero bubble schedules so
+that it needs only one copy of the parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
-    """Forwards of one stage overlapped with backwards of the other; weight gradients split off at both ends.
+    """Overlap forwards of one stage with backwards of the other; split the backward during warm-up and cool-down.
 
     >>> schedule = dual_pipe_v(ranks=2, microbatches=4)
     >>> print(schedule.grid(steps=range(9)))
@@ -31,7 +31,7 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     rank 1 (2F3;1B1)OVERLAP_F_B 2B2                  1B2 2I3 1I3 2W3 1W3
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
-    whole = max(microbatches, 2 * ranks)  # the pattern needs as many; the player leaves out what is not there
+    whole = max(microbatches, 2 * ranks)  # the pattern needs this many; expand_phases drops the padding
     rows = expand_phases([_phases(rank, ranks, whole) for rank in range(ranks)], microbatches)
     return Schedule.from_codes(
         rows, placement=Placement.v(ranks, 2 * ranks), microbatches=microbatches, metadata={"name": "DualPipeV"}
@@ -44,7 +44,7 @@ def _phases(rank: int, ranks: int, microbatches: int) -> Iterator[tuple[str, int
     yield "F0 F1", rank + 1
     yield "I1 W F1", below
     both = microbatches - 2 * ranks + rank + 1
-    alone = 1 if below == 0 else 0  # the last rank has just run F1: its first pair would only wait for itself
+    alone = 1 if below == 0 else 0  # the last rank has just run F1, so its first overlap would wait for itself
     yield "F0 B1 F1+B0", alone
     yield "F0+B1 F1+B0", both - alone
     yield "B1 F1+B0", below

@@ -1,4 +1,4 @@
-"""ForwardOnly: evaluation, no backward at all."""
+"""ForwardOnly: for evaluation, without any backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    """Send every microbatch through, in order; with several stages per rank, round by round.
+    """Run the forward of every microbatch in order; with several stages per rank, in rounds.
 
     >>> print(forward_only(ranks=3, microbatches=4).grid())
     step   0   1   2   3   4   5

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards. Simple, and holds every activation at once.
+"""GPipe: all forwards, then all backwards. Simple, but holds every activation at once.
 
 Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2018.
 """

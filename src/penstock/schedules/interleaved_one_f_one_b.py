@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages per rank make the bubble smaller by that factor.
+"""Interleaved 1F1B: several stages per rank reduce the bubble by that factor.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 """
@@ -14,7 +14,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def interleaved_one_f_one_b(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """1F1B in which a rank takes its stages in turn, a round of microbatches each.
+    """Run 1F1B with the stages of a rank taking turns, a round of microbatches each.
 
     >>> print(interleaved_one_f_one_b(ranks=2, microbatches=4).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17

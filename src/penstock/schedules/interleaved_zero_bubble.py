@@ -1,4 +1,4 @@
-"""Interleaved zero bubble: Interleaved 1F1B with the backward split, weight gradients filling the bubbles.
+"""Interleaved zero bubble: Interleaved 1F1B with the backward split; weight gradients fill the bubbles.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023: ZB1P, with several stages per rank.
 """
@@ -14,7 +14,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """Interleaved 1F1B with a shorter fill, and weight gradients put off: those of rank r run r ticks late.
+    """Run Interleaved 1F1B with a shorter warm-up, and delay weight gradients: those of rank r run r ticks late.
 
     >>> print(interleaved_zero_bubble(ranks=2, microbatches=4).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23  24

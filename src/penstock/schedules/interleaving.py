@@ -1,4 +1,4 @@
-"""Microbatches in rounds: the order in which a rank with several stages takes its stages in turn."""
+"""Orders microbatches in rounds, in which a rank with several stages takes its stages in turn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Microbatches go through the stages of a rank in rounds: each stage does a whole round before the next.
+    """Microbatches go through the stages of a rank in rounds: each stage runs a whole round before the next.
 
     Attributes:
         count: the number of rounds.
-        size: the microbatches in a round; ``count * size`` in all, of which the last may only fill up.
+        size: the microbatches in a round; of ``count * size`` in total, the last may be padding.
     """
 
     count: int
@@ -28,7 +28,7 @@ class Rounds:
 
     @classmethod
     def of(cls, ranks: int, microbatches: int) -> Rounds:
-        """As many rounds as have at least ``ranks`` microbatches each, all of one size.
+        """Return the most rounds of equal size with at least ``ranks`` microbatches each.
 
         >>> Rounds.of(ranks=4, microbatches=10), Rounds.of(ranks=4, microbatches=11)
         (Rounds(count=2, size=5), Rounds(count=2, size=6))
@@ -37,7 +37,7 @@ class Rounds:
         return cls(count, -(-microbatches // count))
 
     def stream(self, stages: tuple[int, ...], kind: ComputationType) -> Codes:
-        """One kind of action of these stages, taken in this order in every round."""
+        """Return one type of action of these stages, which take turns in this order in every round."""
         shape = (self.count, len(stages), self.size)
         microbatches = np.arange(self.count * self.size).reshape(self.count, 1, self.size)
         in_turn = np.array(stages, np.int64).reshape(1, -1, 1)

@@ -1,4 +1,4 @@
-"""Looped BFS: several stages per rank, each run for all microbatches before the next; good for FSDP.
+"""Looped BFS: several stages per rank, each runs all microbatches before the next; suits FSDP.
 
 Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022.
 """
@@ -16,7 +16,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
-    """All forwards, stage by stage, then all backwards in the reverse order.
+    """Run all forwards, stage by stage, then all backwards in reverse order.
 
     >>> print(looped_bfs(ranks=2, microbatches=2).grid())
     step   0   1   2   3   4   5   6   7   8   9

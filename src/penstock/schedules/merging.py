@@ -1,4 +1,4 @@
-"""The loom for schedules that are streams of actions running side by side, each some ticks behind the other."""
+"""Merges streams of actions that run side by side, each some ticks behind the first."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def stream(stage: int, kind: ComputationType, microbatches: int) -> Codes:
-    """One kind of action of one stage, for microbatch 0, 1, 2, ..."""
+    """Return one type of action of one stage, for microbatches 0, 1, 2, ..."""
     return packed.pack(stage, kind, np.arange(microbatches))
 
 
 def merge_streams(*lagged: tuple[int, Codes]) -> Codes:
-    """At each tick, the next action of every (lag, stream) that has begun by then and has not ended.
+    """Take, at each tick, the next action of every (lag, stream) that has begun and has not ended.
 
-    1F1B on rank r of p is forwards woven with backwards that lag p - 1 - r ticks behind: the fill, the steady state
-    and the drain all follow from it. A stream that would begin after all before it have ended follows at once, so any
-    number of microbatches will do.
+    1F1B on rank r of p merges forwards with backwards that lag p - 1 - r ticks behind: warm-up, steady state and
+    cool-down all follow from it. A stream that would begin after all the others have ended follows them at once, so any
+    number of microbatches works.
     """
     starts: list[int] = []
     ticks = 0
@@ -33,6 +33,6 @@ def merge_streams(*lagged: tuple[int, Codes]) -> Codes:
     table = np.full((ticks, len(lagged)), packed.IDLE, np.int64)
     for column, (start, (_, codes)) in enumerate(zip(starts, lagged, strict=True)):
         table[start : start + len(codes), column] = codes
-    woven = table.ravel()
-    kept: Codes = woven[woven != packed.IDLE]
+    merged = table.ravel()
+    kept: Codes = merged[merged != packed.IDLE]
     return kept

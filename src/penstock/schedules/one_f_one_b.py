@@ -1,4 +1,4 @@
-"""1F1B: as fast as GPipe, with no more activations held than there are ranks.
+"""1F1B: as fast as GPipe, but a rank holds no more activations than there are ranks.
 
 Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018; here with a flush, as in Narayanan
 et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2020.

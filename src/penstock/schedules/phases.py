@@ -1,4 +1,4 @@
-"""The player for schedules that are phases of a repeated pattern, on ranks with two stages."""
+"""Expands schedules that are written as phases of a repeated pattern, on ranks with two stages."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
     from penstock.ir.packed import Codes
 
-#: The first action of each note on stage 0, and whether the note is of the second stage.
+#: The first action of each token, on stage 0, and whether the token is for the second stage.
 _FIRST: Final = {
     kind + stage: (int(packed.pack(0, ComputationType(kind), 0)), int(stage)) for kind in "FBIW" for stage in "01"
 }
-#: What a note is counted with: a whole backward and its first half are one sequence of microbatches.
+#: The sequence that a token counts with: a full backward and its first half share a sequence of microbatches.
 _SEQUENCE: Final = {"I0": "B0", "I1": "B1"}
-#: The weight gradients, and which input gradients owe them.
+#: The weight gradients, and the input gradients that owe them.
 _OWED_BY: Final = {"W0": ("I0",), "W1": ("I1",), "W": ("I0", "I1")}
 
 
 class _Run(NamedTuple):
-    """A note of a phase: once in every repetition, at evenly spaced places of the row."""
+    """A token of a phase: once in every repetition, at evenly spaced places of the row."""
 
-    #: The note's first action on stage 0, and whether it is of the second stage.
+    #: The token's first action, on stage 0, and whether it is for the second stage.
     first: int
     second: int
     times: int
     place: int
     stride: int
-    #: The number in its sequence: the first microbatch, or of a weight gradient how many came before.
+    #: Its number in the sequence: the first microbatch, or for a weight gradient how many came before.
     number: int
-    #: Whether it runs together with the note before.
+    #: Whether it runs together with the token before it.
     joined: int
 
 
@@ -52,7 +52,7 @@ class _OwedWeights(NamedTuple):
     stride: int
 
     def match(self, weights: _Run) -> _Run | None:
-        """The part of these weight gradients that falls to this debt, now with microbatches; None if there is none."""
+        """Return the part of these weight gradients that is owed here, with its microbatches; None if there is none."""
         ahead = weights.number - self.number
         first = -(-ahead // self.stride) if ahead > 0 else 0
         end = min(self.inputs.times, -(-(ahead + weights.times) // self.stride))
@@ -69,14 +69,15 @@ class _OwedWeights(NamedTuple):
 
 
 def expand_phases(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[Codes]:
-    """The actions of ranks with two stages each, placed in a V; of every rank the phases, as (pattern, how often).
+    """Return the rows of ranks with two stages each, placed in a V, from their phases: pairs of (pattern, repetitions).
 
     In a pattern, ``F0`` is the next forward of the rank's first stage, ``B1`` or ``I1`` the next backward of its
-    second; ``W1`` is the weight gradient of the earliest ``I1`` that still owes it, ``W`` the same for either stage;
-    ``F0+B1`` runs both together. A note comes once in a pattern, and all weight gradients are ``W`` or none is.
+    second; ``W1`` is the weight gradient of the earliest ``I1`` that still owes one, ``W`` the same for either stage;
+    ``F0+B1`` runs both together. A token appears once in a pattern, and either all weight gradients are ``W`` or none.
 
-    The phases may be for more microbatches than there are: those hold their places and are left out. No action waits
-    for one of another microbatch, so what is left of an order that runs still runs. The time is for what is played.
+    The phases may be for more microbatches than there are: the additional ones are padding and are dropped. No action
+    waits for one of another microbatch, so what is left of an order that runs still runs. The time is linear in what is
+    left.
 
     >>> phases = [("F0 F1", 1), ("F0+B1 F1", 1), ("I1 I0", 1), ("W", 2), ("B0", 1)]
     >>> packed.unpack_cells(*expand_phases([phases], microbatches=2))
@@ -106,14 +107,14 @@ def expand_phases(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) 
 
 
 def _in_order(codes: Codes, place: NDArray[np.int64], joined: NDArray[np.int64]) -> Codes:
-    order = place.argsort(kind="stable")  # it merges what is in order already: few runs, so this is linear
+    order = place.argsort(kind="stable")  # a merge of a few sorted runs, so it is linear
     place, joined = place[order], joined[order]
-    joined[1:] &= place[1:] - place[:-1] == 1  # the one before may have been left out
+    joined[1:] &= place[1:] - place[:-1] == 1  # the one before may have been dropped
     return np.asarray(codes[order] + joined * packed.JOINED)
 
 
 def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
-    """The notes of the phases with their microbatches; weight gradients have those of the debts that they pay."""
+    """Yield the tokens of the phases with their microbatches; weight gradients take those that are owed."""
     place = 0
     count: dict[str, int] = defaultdict(int)
     owed: dict[str, int] = defaultdict(int)
@@ -143,13 +144,13 @@ def _runs(phases: Iterable[tuple[str, int]]) -> Iterator[_Run]:
 
 
 class _Pattern(NamedTuple):
-    """What to know about a pattern."""
+    """A parsed pattern."""
 
-    #: Each note, its first action and whether that is of the second stage, what the note is counted with, and whether
-    #: it runs together with the one before.
+    #: Each token, its first action, whether it is for the second stage, its sequence, and whether it runs together with
+    #: the one before it.
     tokens: tuple[tuple[str, int, int, str, bool], ...]
     weights: tuple[str, ...]
-    #: The weight gradients that its input gradients owe, to be paid by each sort of them.
+    #: For each kind of weight gradient, the input gradients that owe it.
     owed: tuple[tuple[str, tuple[str, ...]], ...]
 
 

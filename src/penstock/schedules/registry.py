@@ -1,4 +1,4 @@
-"""Schedules by name."""
+"""Looks up and builds schedules by name."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Recipe:
     """A schedule that can be built by name.
 
     Attributes:
-        name: what it is called; case and punctuation do not matter.
+        name: its name; case and punctuation do not matter.
         generate: the pure function that builds it.
-        stages_per_rank: how many stages a rank has unless asked otherwise.
-        any_stages: whether it can be asked otherwise.
-        fits_costs: whether it can be built for given costs: if its backwards are split, and so leave a choice.
-        summary: one line on it.
+        stages_per_rank: the default number of stages per rank.
+        any_stages: whether another number of stages per rank is possible.
+        fits_costs: whether it can be built for given costs: those that split the backward can.
+        summary: a description in one line.
     """
 
     name: str
@@ -80,7 +80,7 @@ RECIPES: Final = (
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of this name, however it is capitalised or hyphenated.
+    """Return the recipe with this name, regardless of case and punctuation.
 
     >>> recipe("zbh1").name
     'ZB-H1'
@@ -102,15 +102,15 @@ def build(
     stages_per_rank: int | None = None,
     costs: StageCosts | None = None,
 ) -> Schedule:
-    """Build the schedule of this name.
+    """Build the schedule with this name.
 
     Args:
         name: e.g. ``"1F1B"``; ``penstock show`` lists them all.
-        ranks: how many ranks the pipeline has.
-        microbatches: how many microbatches one step of training has; any number from 1 works.
-        stages_per_rank: how many stages each rank has, for the schedules that leave a choice.
-        costs: what its actions cost, if the weight gradients are to be placed for that; for the schedules that split
-            the backward. The order has then no longer a span than without, and takes no more memory.
+        ranks: the number of ranks of the pipeline.
+        microbatches: the number of microbatches in a training step; any positive number works.
+        stages_per_rank: the number of stages per rank, for the schedules that allow several.
+        costs: what the actions cost, to place weight gradients accordingly; for the schedules that split the backward.
+            The span is then no longer than without costs, and the memory no larger.
 
     >>> build("GPipe", ranks=2, microbatches=2)
     <Schedule GPipe: 2 ranks, 2 stages, 2 microbatches, 8 actions>
@@ -121,20 +121,18 @@ def build(
         return schedule
     if not chosen.fits_costs:
         able = ", ".join(known.name for known in RECIPES if known.fits_costs)
-        raise CostsError(
-            f"{chosen.name} has the same order whatever the costs: leave them out, or choose one of {able}", value=costs
-        )
+        raise CostsError(f"{chosen.name} does not depend on costs; omit costs=, or choose one of {able}", value=costs)
     return fit_to_costs(schedule, costs)
 
 
 def _stages(chosen: Recipe, stages_per_rank: int | None) -> tuple[int, ...]:
-    """The number of stages per rank, if the generator takes one."""
+    """Return the number of stages per rank, if the generator takes one."""
     if chosen.any_stages:
         return (chosen.stages_per_rank if stages_per_rank is None else stages_per_rank,)
     if stages_per_rank is not None and whole_number("stages_per_rank", stages_per_rank) != chosen.stages_per_rank:
         raise SizeError(
             f"{chosen.name} has {chosen.stages_per_rank} stage{'s' * (chosen.stages_per_rank > 1)} per rank, not "
-            f"{stages_per_rank}; leave stages_per_rank out",
+            f"{stages_per_rank}; omit stages_per_rank",
             field="stages_per_rank",
             value=stages_per_rank,
         )
@@ -145,7 +143,7 @@ def _key(name: str) -> str:
     return "".join(letter for letter in name.casefold() if letter.isalnum())
 
 
-#: Other names that people use: the classes of PyTorch, and the papers.
+#: Other common names, from PyTorch and from papers.
 _ALIASES: Final = {"zbv": "ZBVZeroBubble", "zb1p": "InterleavedZeroBubble", "interleaved": "Interleaved1F1B"}
 
 _BY_KEY: Final = {_key(known.name): known for known in RECIPES}

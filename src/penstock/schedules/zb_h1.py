@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B with the backward split. A third of its bubble at equal costs, with the same memory.
+"""ZB-H1: 1F1B with the backward split. At equal costs, a third of the bubble of 1F1B with the same memory.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 """
@@ -13,7 +13,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """The fill of 1F1B, and weight gradients put off to fill the drain: those of rank r run r ticks late.
+    """Warm up like 1F1B, and delay weight gradients to fill the cool-down: those of rank r run r ticks late.
 
     >>> print(zb_h1(ranks=3, microbatches=4).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13

@@ -1,4 +1,4 @@
-"""ZB-H2: no bubble between the steps at equal costs, for nearly twice the memory of 1F1B.
+"""ZB-H2: at equal costs, no bubble between steps, for almost twice the memory of 1F1B.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 """
@@ -13,7 +13,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """Twice the fill of ZB-H1: at equal costs, from 2p microbatches on, no rank of p waits once it has begun.
+    """Warm up twice as long as ZB-H1: at equal costs, with 2p or more microbatches, none of p ranks waits once started.
 
     >>> print(zb_h2(ranks=3, microbatches=5).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16

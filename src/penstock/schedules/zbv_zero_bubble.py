@@ -1,6 +1,6 @@
-"""ZB-V: the zero bubble of ZB-H2 with the memory of 1F1B, by two stages per rank placed in a V.
+"""ZB-V: the zero bubble of ZB-H2 with the memory of 1F1B, with two stages per rank placed in a V.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6. Without bubbles only at equal costs.
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 6. There are no bubbles only at equal costs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
-    """Down the V and up again; the last stage is on rank 0, so that rank 0 begins the backward too.
+    """Run down the V and up again; the last stage is on rank 0, so rank 0 also begins the backward.
 
     >>> print(zbv_zero_bubble(ranks=2, microbatches=3).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
@@ -25,7 +25,7 @@ def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
     rank 1 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
     """
     ranks, microbatches, _ = checked_sizes(ranks, microbatches, 2)
-    whole = max(microbatches, 2 * ranks - 1)  # the pattern needs as many; the player leaves out what is not there
+    whole = max(microbatches, 2 * ranks - 1)  # the pattern needs this many; expand_phases drops the padding
     rows = expand_phases([_phases(rank, ranks, whole) for rank in range(ranks)], microbatches)
     return Schedule.from_codes(
         rows,

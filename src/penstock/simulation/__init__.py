@@ -1,1 +1,1 @@
-"""What a schedule will take: time, memory, and where both go."""
+"""Predicts the time and the memory that a schedule takes, and where they go."""

@@ -1,4 +1,4 @@
-"""Every known schedule at one size, side by side."""
+"""Compares every known schedule at one size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.simulation.timeline import Timeline
 
 
-#: The share of a limit that is no more than rounding: three times 0.1 is not quite 0.3.
+#: The tolerance of limits, as a share: three times 0.1 is not quite 0.3.
 ROUNDING: Final = 1e-9
 
 
@@ -27,10 +27,10 @@ class Candidate:
     """A schedule in a comparison.
 
     Attributes:
-        name: the schedule.
-        stages_per_rank: how many stages each rank has in it.
-        timeline: what it takes; None if it cannot be had at this size or with these costs.
-        reason: why it is out of the question; nothing if it is not.
+        name: the name of the schedule.
+        stages_per_rank: the number of stages per rank.
+        timeline: the simulation; None if the schedule is impossible at this size or with these costs.
+        reason: why it is ruled out; empty if it is not.
     """
 
     name: str
@@ -53,10 +53,10 @@ def candidates(
     memory_limit: float | None = None,
     model: CommModel | None = None,
 ) -> Iterator[Candidate]:
-    """Every schedule that trains, one after the other as it is simulated.
+    """Yield every schedule that trains, one after the other as it is simulated.
 
-    Costs are those of whole ranks, see ``Costs.of_ranks``, so that schedules with several stages per rank compare with
-    those that have one. A schedule that has a better order for these costs is there twice, plain and fitted.
+    Costs are those of whole ranks, see ``Costs.of_ranks``, so that schedules with different numbers of stages per rank
+    are comparable. A schedule that can be improved for these costs appears twice, plain and fitted.
 
     >>> fastest = min(candidates(4, 8), key=lambda candidate: candidate.timeline.makespan)
     >>> fastest.name, fastest.timeline.makespan
@@ -64,10 +64,12 @@ def candidates(
     """
     costs = Costs() if costs is None else costs
     if not isinstance(costs, Costs):
-        raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
+        raise CostsError(f"costs must be Costs, e.g. Costs(forward=1, backward_input=1), got {costs!r}")
     if memory_limit is not None and not 0 <= memory_limit < float("inf"):
         raise SizeError(
-            f"memory_limit must be a number, not {memory_limit!r}", field="memory_limit", value=memory_limit
+            f"memory_limit must be a finite number, at least 0, got {memory_limit!r}",
+            field="memory_limit",
+            value=memory_limit,
         )
     for recipe in RECIPES:
         if recipe.name != "ForwardOnly":
@@ -94,12 +96,12 @@ def _candidate(
         return Candidate(name, parts, None, str(error))
     if memory_limit is not None and peak > memory_limit * (1 + ROUNDING):
         rank = timeline.peak_memory.index(peak)
-        return Candidate(name, parts, timeline, f"rank {rank} holds {peak:g}, and {memory_limit:g} is the limit")
+        return Candidate(name, parts, timeline, f"rank {rank} holds {peak:g}, but the limit is {memory_limit:g}")
     return found
 
 
 def rank_candidates(found: list[Candidate]) -> list[Candidate]:
-    """The fastest first, by makespan and then by memory; what is out of the question last."""
+    """Sort by makespan and then by memory, the best first; what is ruled out comes last."""
 
     def order(candidate: Candidate) -> tuple[bool, float, float]:
         time = candidate.timeline.makespan if candidate.timeline else float("inf")

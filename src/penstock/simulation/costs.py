@@ -1,4 +1,4 @@
-"""What every action costs: time, bytes on the wire, memory."""
+"""Defines what every action costs: time, bytes on the wire, memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from penstock.ir.placement import Placement
 
-#: A number for all, or one for each stage, or for each edge between a stage and the next.
+#: One number for all, or one for each stage, or for each edge between a stage and the next.
 Amount: TypeAlias = float | tuple[float, ...]
 
-#: Beyond this, sums and quotients could be more than a number can hold.
+#: Beyond this, sums and quotients could overflow.
 LARGEST: Final = 1e100
 
 _OF_A_STAGE: Final = (
@@ -37,10 +37,10 @@ _ONE_FOR_ALL: Final = ("dispatch", "overlap")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What every action costs. Any unit of time and any unit of memory will do, if it is the same everywhere.
+    """What every action costs, in any unit of time and of memory, as long as it is the same everywhere.
 
-    A field is a number, or a sequence of one per stage; those of transfers, one per edge: the first is the edge between
-    the stages 0 and 1, in both directions.
+    A field is a number, or a sequence with one per stage; for transfers, one per edge, in both directions: the first is
+    the edge between stages 0 and 1.
 
     >>> costs = Costs(forward=[1, 1, 1, 2], backward_input=1, backward_weight=1, latency=0.1)
     >>> costs.per_stage("backward", stages=4)
@@ -51,19 +51,18 @@ class Costs:
         backward_input: time of I, the gradient of the inputs.
         backward_weight: time of W, the gradient of the weights.
         backward: time of B; by default the sum of the two.
-        latency: time that a transfer takes besides its bytes.
+        latency: time that a transfer takes in addition to its bytes.
         bandwidth: bytes per unit of time; by default bytes take no time.
-        activation_bytes: what goes over an edge forward, for one microbatch.
-        gradient_bytes: what comes back; by default as much.
+        activation_bytes: bytes that an edge carries forward, for one microbatch.
+        gradient_bytes: bytes that it carries back; by default the same number.
         dispatch: time that a rank takes to start an action of any type.
         overlap: time of an OVERLAP_F_B, as a share of what its parts take one after the other.
         unshard: time of UNSHARD.
         reduce: time of REDUCE_GRAD.
         optimizer: time of the optimizer for a stage, after the last action of its rank.
-        activation: memory that a microbatch takes in a stage, from the start of F until it is released: by B at its
-            end, or by I and W at theirs.
+        activation: memory that a microbatch takes in a stage, from the start of F until the end of B, or of I and W.
         input_release: the share of it that I releases; W releases the rest.
-        static: memory of a stage that is always taken: weights, gradients, optimizer.
+        static: memory that a stage always takes: weights, gradients, optimizer state.
     """
 
     forward: Amount = 1.0
@@ -92,19 +91,19 @@ class Costs:
         if sent != (self.bandwidth is not None):
             missing = "bandwidth" if sent else "activation_bytes"
             given = "activation_bytes and gradient_bytes have" if sent else "bandwidth has"
-            raise CostsError(f"{given} no meaning without {missing}: give it too", field=missing)
+            raise CostsError(f"{given} no effect without {missing}; pass it too", field=missing)
 
     def per_stage(self, field: str, stages: int) -> NDArray[np.float64]:
-        """A field of stages as an array with an entry for each of so many; ``backward`` with its default filled in."""
+        """Return a field as an array with an entry per stage; ``backward`` with its default filled in."""
         if field not in (*_OF_A_STAGE, "input_release"):
-            raise CostsError(f"{field!r} is not a field of stages", field=field)
+            raise CostsError(f"{field!r} is not a per-stage field", field=field)
         value = getattr(self, field)
         if field == "backward" and value is None:
             return self.per_stage("backward_input", stages) + self.per_stage("backward_weight", stages)
         return _spread(field, value, stages, "stage")
 
     def transfer(self, stages: int, *, backward: bool) -> NDArray[np.float64]:
-        """How long a transfer takes over the edge behind each of the stages but the last."""
+        """Return how long a transfer takes over the edge after each stage but the last."""
         edges = max(stages - 1, 0)
         time = _spread("latency", self.latency, edges, "edge")
         sent = "gradient_bytes" if backward and self.gradient_bytes is not None else "activation_bytes"
@@ -114,16 +113,16 @@ class Costs:
         return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edge"))
 
     def check(self, stages: int) -> None:
-        """Raise ``CostsError`` if they are for another number of stages."""
+        """Raise ``CostsError`` if the costs are for another number of stages."""
         for field in (*_OF_A_STAGE, "input_release"):
             self.per_stage(field, stages)
         for backward in (False, True):
             self.transfer(stages, backward=backward)
 
     def of_ranks(self, placement: Placement) -> Costs:
-        """Read these costs as those of whole ranks, whose stages share them equally: the same as costs of stages.
+        """Return costs per stage, given costs of whole ranks, whose stages share them equally.
 
-        A number is for every rank, a sequence has one for each. What transfers and shares of memory cost stays.
+        A number is for every rank, a sequence has one for each. The costs of transfers, and shares, stay the same.
 
         >>> from penstock.ir.placement import Placement
         >>> Costs(forward=[2, 6], activation=4, latency=1).of_ranks(Placement.v(2, 4)).forward
@@ -140,17 +139,17 @@ class Costs:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Costs:
-        """Costs from a mapping of fields, as JSON and TOML files hold them."""
+        """Build costs from a mapping of fields, as in JSON and TOML files."""
         known = [field.name for field in fields(cls)]
         for name in table:
             if name not in known:
                 near = get_close_matches(str(name), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
-                raise CostsError(f"costs have no field {name!r}; {hint}", field=str(name), value=table[name])
+                raise CostsError(f"unknown field {name!r} of costs; {hint}", field=str(name), value=table[name])
         return cls(**table)
 
     def to_dict(self) -> dict[str, float | list[float]]:
-        """The fields that are given, as JSON and TOML files hold them."""
+        """Return the fields that are set, as in JSON and TOML files."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
 
@@ -162,7 +161,7 @@ class Costs:
         try:
             table = load(read_text(path))
             if not isinstance(table, dict):
-                raise FormatError('costs are a table of fields, e.g. {"forward": 1}')
+                raise FormatError('costs must be a table of fields, e.g. {"forward": 1}')
             return cls.from_dict(table)
         except ReadError as error:
             raise error.at(path=str(path)) from None
@@ -174,7 +173,7 @@ class Costs:
             raise FormatError(f"is damaged: {error}", path=str(path)) from None
 
     def write(self, path: str | Path) -> None:
-        """Write a ``.toml`` or ``.json`` file that ``read`` reads. All of it or nothing."""
+        """Write a ``.toml`` or ``.json`` file that ``read`` reads, completely or not at all."""
         render = _by_suffix(Path(path), {".toml": _as_toml, ".json": _as_json}, WriteError)
         write_atomically(path, render(self.to_dict()))
 
@@ -183,7 +182,7 @@ def _by_suffix(
     path: Path, choices: dict[str, Callable[[Any], Any]], error: type[ReadError] | type[WriteError]
 ) -> Callable[[Any], Any]:
     if path.suffix.lower() not in choices:
-        raise error(f"{path}: costs are in *.toml or *.json files")
+        raise error(f"{path}: costs must be in a *.toml or *.json file")
     return choices[path.suffix.lower()]
 
 
@@ -200,41 +199,41 @@ def _as_json(table: dict[str, float | list[float]]) -> str:
 
 
 def _checked(field: str, value: object) -> Amount:
-    """The value as a plain number, or a tuple of them; or an error that names the field."""
+    """Return the value as a number or a tuple of numbers, or raise an error that names the field."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray, Mapping, Set)):
         if field in _ONE_FOR_ALL:
-            raise CostsError(f"{field} is one number for all, not {value!r}", field=field, value=value)
+            raise CostsError(f"{field} must be a single number, got {value!r}", field=field, value=value)
         return tuple(checked_number(f"{field}[{place}]", field, one) for place, one in enumerate(value))
     return checked_number(field, field, value)
 
 
 def checked_number(place: str, field: str, value: object) -> float:
-    """The value as a plain number, at least 0; or an error that names its place and the field."""
+    """Return the value as a non-negative number, or raise an error that names its place and the field."""
     if isinstance(value, (str, bytes, bytearray, bool, np.bool_, complex, np.complexfloating)):
-        raise CostsError(f"{place} must be a number, not {value!r}", field=field, value=value)
+        raise CostsError(f"{place} must be a number, got {value!r}", field=field, value=value)
     try:
-        number = float(value)  # type: ignore[arg-type]  # whatever cannot be one says so
+        number = float(value)  # type: ignore[arg-type]  # anything else raises
     except (TypeError, ValueError, OverflowError):
-        raise CostsError(f"{place} must be a number, not {value!r}", field=field, value=value) from None
+        raise CostsError(f"{place} must be a number, got {value!r}", field=field, value=value) from None
     if not math.isfinite(number):
-        raise CostsError(f"{place} must be finite, not {value!r}", field=field, value=value)
+        raise CostsError(f"{place} must be finite, got {value!r}", field=field, value=value)
     if number < 0 or (number == 0 and field in ("bandwidth", "overlap")):
         least = "more than 0" if field in ("bandwidth", "overlap") else "at least 0"
-        raise CostsError(f"{place} must be {least}, not {value!r}", field=field, value=value)
+        raise CostsError(f"{place} must be {least}, got {value!r}", field=field, value=value)
     if number > LARGEST or 0 < number < 1 / LARGEST:
-        raise CostsError(f"{place} must be within 1e-100 and 1e100, or 0, not {value!r}", field=field, value=value)
+        raise CostsError(f"{place} must be between 1e-100 and 1e100, or 0, got {value!r}", field=field, value=value)
     if number > 1 and field == "input_release":
-        raise CostsError(f"{place} is a share, from 0 to 1, not {value!r}", field=field, value=value)
+        raise CostsError(f"{place} must be a share between 0 and 1, got {value!r}", field=field, value=value)
     return number
 
 
 def _spread(field: str, value: Amount, count: int, what: str) -> NDArray[np.float64]:
     if isinstance(value, tuple) and len(value) != count:
         raise CostsError(
-            f"{field} has {_count(len(value), 'number')}, and there {'is' if count == 1 else 'are'} "
-            f"{_count(count, what)}: give one for each, or one for all",
+            f"{field} has {_count(len(value), 'number')}, but there {'is' if count == 1 else 'are'} "
+            f"{_count(count, what)}; pass one for each, or a single number for all",
             field=field,
             value=value,
         )

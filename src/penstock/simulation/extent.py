@@ -1,4 +1,4 @@
-"""When each rank begins and ends, and how long it all takes."""
+"""Computes when each rank begins and ends, and the total time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class Extent(NamedTuple):
-    """The extent of a run in time.
+    """When a run begins and ends.
 
     Attributes:
-        origin: the first start of all, in the times of the nodes; everything else counts from it.
-        begin: when each rank could have begun without being later: its first compute action, and what comes before.
+        origin: the first start, in the times of the nodes; all other times count from it.
+        begin: the latest time at which each rank could begin: its first compute action, minus what comes before it.
         end: when each rank has run its last action.
     """
 
@@ -37,15 +37,15 @@ class Extent(NamedTuple):
 
     @property
     def span(self) -> float:
-        """The longest that a rank takes from its own beginning to its own end."""
+        """The longest time that a rank takes from its own beginning to its own end."""
         return float((self.end - self.begin).max(initial=0.0))
 
 
 def extent_of(graph: StepGraph, costs: Costs, start: Floats, duration: Floats) -> Extent:
-    """The extent of a run in which the nodes of the flow start then and take so long.
+    """Return the extent of a run with these starts and durations of the nodes.
 
-    An action counts if it computes, or takes time. What a rank has to do before it first computes, such as UNSHARD,
-    it could do just in time: so it begins as much earlier as that takes, and no earlier.
+    An action counts if it computes or takes time. What a rank does before it first computes, such as UNSHARD, it could
+    do just in time: so it begins that much earlier, and no earlier.
     """
     others = graph.non_compute if costs.dispatch else graph.non_compute[duration[graph.non_compute] > 0]
     firsts = np.concatenate([graph.first_compute, graph.last_of_ranks(others[::-1])])
@@ -58,7 +58,7 @@ def extent_of(graph: StepGraph, costs: Costs, start: Floats, duration: Floats) -
 
 
 def _begins(graph: StepGraph, costs: Costs, start: Floats, duration: Floats, origin: float) -> Floats:
-    """When each rank begins, if it does what comes before its first compute action just in time."""
+    """Return when each rank begins if it runs what comes before its first compute action just in time."""
     first, ahead = graph.first_compute, graph.before_compute
     before = np.bincount(graph.rank[ahead], duration[ahead], graph.ranks)
     before = before + costs.dispatch * (first - graph.actions.first_cell[:-1])

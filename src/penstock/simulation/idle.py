@@ -1,10 +1,10 @@
-"""Why a rank is idle: every moment in which it runs nothing, with what it waits for.
+"""Explains why a rank is idle: every interval in which it runs nothing, with what it waits for.
 
-Before each action a rank may wait, in this order: until the step before has ended (*step*) and it has started so many
-actions (*dispatch*); until another rank has made what the action needs (*activation* or *gradient*), and has got to
-sending it (*unsent*); until the lane of the transfer is free (*lane*); while it is under way (*transfer*). From the
-moment on at which something later in its own order could run, it is that order that keeps it idle (*order*). After its
-last action it is *drained*.
+Before each action a rank may wait, in this order: until the previous step has ended (*step*) and its earlier actions
+have been dispatched (*dispatch*); until another rank has produced what the action needs (*activation* or *gradient*)
+and has got to sending it (*unsent*); until the lane of the transfer is free (*lane*); while the transfer is in flight
+(*transfer*). From the moment at which something later in its own order could run, that order keeps it idle (*order*).
+After its last action it is *drained*.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
-#: The share of the makespan below which a gap is not one: 0.1 + 0.2 is not quite 0.3.
+#: Gaps below this share of the makespan are rounding: 0.1 + 0.2 is not quite 0.3.
 ROUNDING: Final = 1e-12
 
 CAUSES: Final = ("activation", "gradient", "unsent", "lane", "transfer", "order", "dispatch", "step", "drained")
@@ -45,10 +45,10 @@ class Idle(NamedTuple):
         start: when it begins.
         end: when it ends.
         cause: one of ``CAUSES``.
-        before: the action that the rank runs next, if there is one.
-        awaited: what that action waits for, if another rank makes it.
-        source: the rank that makes it.
-        could_run: if the cause is the order, the action further on that could run.
+        before: the action that the rank runs next, if any.
+        awaited: the action on another rank whose output it waits for, if any.
+        source: the rank of that action.
+        could_run: if the cause is the order, the later action that could run.
     """
 
     rank: int
@@ -71,21 +71,21 @@ class Idle(NamedTuple):
         if self.cause == "dispatch":
             return f"it takes time to start {self.before}"
         if self.cause == "step":
-            return "the step before has not ended"
-        what = f"what {self.awaited} makes on rank {self.source}"
+            return "the previous step has not ended"
+        what = f"the output of {self.awaited} on rank {self.source}"
         if self.cause == "order":
             return f"program order: {self.could_run} could run, but {self.before} is next, which waits for {what}"
         if self.cause == "unsent":
-            return f"{self.before} waits for {what}, which has not sent it yet"
+            return f"{self.before} waits for {what}, which has not been sent yet"
         if self.cause == "lane":
-            return f"{self.before} waits for {what}, and its lane is busy"
+            return f"{self.before} waits for {what}, whose lane is busy"
         if self.cause == "transfer":
-            return f"{self.before} waits for {what}, which is under way"
-        return f"{self.before} waits for the {self.cause} that {self.awaited} makes on rank {self.source}"
+            return f"{self.before} waits for {what}, which is in flight"
+        return f"{self.before} waits for the {self.cause} of {self.awaited} on rank {self.source}"
 
 
 def idle_intervals(timeline: Timeline) -> tuple[Idle, ...]:
-    """Every interval with its cause, rank by rank in order. Linear but for one search per interval."""
+    """Return every interval with its cause, rank by rank in order. Linear, apart from one search per interval."""
     return tuple(sorted([*_gaps(timeline), *_drained(timeline)], key=lambda wait: (wait.rank, wait.start)))
 
 
@@ -96,7 +96,7 @@ def _drained(timeline: Timeline) -> Iterator[Idle]:
 
 
 class _Moments(NamedTuple):
-    """Of gaps: where the causes change from one to the next; the first begins the gap, the last ends it."""
+    """When the cause of each gap changes to the next; the first moment begins the gap, the last ends it."""
 
     begin: Floats
     stepped: Floats
@@ -139,7 +139,7 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
 
 
 def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
-    """When each of these cells may begin, and when what it waits for was made, sent and there, within its gap."""
+    """Return when each of these cells may begin, and when its input was produced, sent and received, within its gap."""
     graph, node_end = timeline.step_graph, timeline.node_start + timeline.node_duration
     end = timeline.node_start[cells]
     made, posted, sets_out, arrives = (end.copy() for _ in range(4))
@@ -164,7 +164,7 @@ def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
 
 
 def _may_begin(timeline: Timeline, cells: Ints) -> tuple[Floats, Floats]:
-    """When the step before has ended for each of these cells, and when its rank has got to it."""
+    """Return when the previous step has ended for each of these cells, and when its rank has got to it."""
     graph, node_end = timeline.step_graph, timeline.node_start + timeline.node_duration
     stepped, started = np.zeros(graph.nodes), graph.release_times(timeline.costs)
     into_step = np.flatnonzero(graph.begins != NONE)
@@ -175,7 +175,7 @@ def _may_begin(timeline: Timeline, cells: Ints) -> tuple[Floats, Floats]:
 
 
 def _makers(timeline: Timeline, sent: Ints) -> Ints:
-    """The cells that make what is sent in these cells."""
+    """Return the cells that produce what these cells send."""
     actions = timeline.step_graph.actions
     sends = timeline.step_graph.first_action[sent]
     maker = np.full(len(sends), NONE, np.int64)
@@ -186,7 +186,7 @@ def _makers(timeline: Timeline, sent: Ints) -> Ints:
 
 
 def _sent(timeline: Timeline, edges: Ints) -> Ints:
-    """The cells of the sends whose receives these edges wait for."""
+    """Return the cells of the sends whose receives these edges wait for."""
     graph = timeline.step_graph
     send = np.full(len(graph.actions), NONE, np.int64)
     send[graph.pairs.receive] = graph.pairs.send
@@ -194,7 +194,7 @@ def _sent(timeline: Timeline, edges: Ints) -> Ints:
 
 
 def _posted(timeline: Timeline) -> Floats:
-    """When the rank of every cell got to it; for sends and receives only."""
+    """Return when the rank of every send and receive got to it."""
     graph = timeline.step_graph
     posted = graph.post_times(timeline.costs)
     edges = np.flatnonzero(graph.reason[: len(graph.events.waiting)] == POST)
@@ -205,7 +205,7 @@ def _posted(timeline: Timeline) -> Floats:
 
 
 def _makers_of(timeline: Timeline, edges: Ints) -> Ints:
-    """The cells on other ranks that make what these edges wait for; ``NONE`` if they do not wait for data."""
+    """Return the cells on other ranks that produce what these edges wait for; ``NONE`` if they do not wait for data."""
     graph = timeline.step_graph
     reasons = np.append(graph.reason, NOTHING)[edges]
     makers = np.full(len(edges), NONE, np.int64)
@@ -215,7 +215,7 @@ def _makers_of(timeline: Timeline, edges: Ints) -> Ints:
 
 
 def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:
-    """For each of these blocking cells: when the first later one of its rank and step could run, and which."""
+    """Return for each of these blocking cells when the first later one of its rank and step could run, and which."""
     graph, runs = timeline.step_graph, timeline.step_graph.blocking
     ready = _ready(timeline)[runs]
     group = graph.rank[runs] * graph.steps + graph.step[runs]
@@ -231,7 +231,7 @@ def _soonest_later(timeline: Timeline, late: Ints) -> tuple[Floats, Ints]:
 
 
 def _ready(timeline: Timeline) -> Floats:
-    """When everything that a cell needs has arrived at its rank; never for what does not compute."""
+    """Return when all inputs of a cell have arrived at its rank; infinity for cells that do not compute."""
     graph, actions = timeline.step_graph, timeline.step_graph.actions
     ready = np.full(graph.cells, np.inf)
     ready[actions.cell[actions.positions_of(*COMPUTE)]] = 0.0

@@ -1,4 +1,4 @@
-"""How much memory the activations of a rank take, action by action."""
+"""Computes how much memory the activations of a rank take, action by action."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class MemoryUse(NamedTuple):
-    """What a rank holds around each of its cells, in the order of ``graph.blocking``.
+    """The memory of a rank around each of its cells, in the order of ``graph.blocking``.
 
     Attributes:
         during: while the cell runs.
-        after: when it has ended.
-        static: what each rank holds besides, always; in both of the others already.
+        after: after it has ended.
+        static: what each rank always holds; included in the other two.
     """
 
     during: Floats
@@ -33,7 +33,7 @@ class MemoryUse(NamedTuple):
 
 
 def memory_use(graph: StepGraph, costs: Costs) -> MemoryUse:
-    """Prefix sums along the order of every rank. O(n)."""
+    """Compute the memory use with prefix sums along the order of every rank. O(n)."""
     taken, released = _changes(graph, costs)
     rank = graph.rank[graph.blocking]
     bounds = np.searchsorted(rank, np.arange(graph.ranks + 1)).tolist()
@@ -46,14 +46,14 @@ def memory_use(graph: StepGraph, costs: Costs) -> MemoryUse:
 
 
 def _changes(graph: StepGraph, costs: Costs) -> tuple[Floats, Floats]:
-    """What every blocking cell takes when it starts, and releases when it ends."""
+    """Return what every blocking cell allocates when it starts, and releases when it ends."""
     actions, stages = graph.actions, graph.schedule.stages
     activation, share = costs.per_stage("activation", stages), costs.per_stage("input_release", stages)
     changes = []
     releases = [(FULL_BACKWARD, activation), (BACKWARD_INPUT, activation * share)]
     releases += [(BACKWARD_WEIGHT, activation - activation * share)]
     if not len(actions.positions_of(FULL_BACKWARD, BACKWARD_INPUT)):
-        releases = [(FORWARD, activation)]  # without a backward nothing is kept for it
+        releases = [(FORWARD, activation)]  # without a backward, nothing is kept
     for kinds in ([(FORWARD, activation)], releases):
         change = np.zeros(graph.cells)
         for kind, amount in kinds:

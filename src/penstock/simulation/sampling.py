@@ -1,4 +1,4 @@
-"""One schedule, many costs: how sure the prediction is when actions take longer by chance."""
+"""Simulates a schedule with many costs, to see how much the prediction varies with random delays."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _LARGEST_SPREAD: Final = 10.0
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """What many runs take.
+    """The times of many runs.
 
     Attributes:
-        makespan: of every sample, from the first start to the last end over all ranks.
-        span: of every sample, the longest that a rank takes from its own first start to its own last end.
+        makespan: for every sample, from the first start to the last end over all ranks.
+        span: for every sample, the longest time that a rank takes from its own first start to its own last end.
     """
 
     makespan: Floats
@@ -48,10 +48,10 @@ class Samples:
         return len(self.makespan)
 
     def percentile(self, percent: float) -> float:
-        """The makespan that so many percent of the samples do not exceed."""
+        """Return the makespan that ``percent`` percent of the samples do not exceed."""
         given: object = percent
         if not isinstance(given, (int, float)) or not 0 <= given <= 100:
-            raise CostsError(f"a percentile is from 0 to 100, not {percent!r}", field="percent", value=percent)
+            raise CostsError(f"percent must be between 0 and 100, got {percent!r}", field="percent", value=percent)
         return float(np.percentile(self.makespan, percent))
 
     def __repr__(self) -> str:
@@ -72,11 +72,11 @@ def simulate_many(
     seed: int = 0,
     progress: Callable[[], object] | None = None,
 ) -> Samples:
-    """Simulate a schedule with each of several costs, or many times with one that varies by chance.
+    """Simulate a schedule with each of several costs, or many times with costs that vary randomly.
 
-    Every action and every transfer takes its time times a factor drawn for itself, and what a rank runs itself, times
-    one drawn for the rank. The factors are lognormal with a mean of 1: a spread of 0.1 is about ten percent more or
-    less. Equal seeds give equal samples.
+    The time of every action and transfer is multiplied by a random factor of its own, and the time of every action that
+    a rank runs itself also by a factor of the rank. The factors are lognormal with a mean of 1: a spread of 0.1 is
+    about ten percent more or less. Equal seeds give equal samples.
 
     >>> from penstock.schedules.registry import build
     >>> schedule = build("1F1B", ranks=4, microbatches=8)
@@ -87,14 +87,14 @@ def simulate_many(
 
     Args:
         schedule: compute-only or lowered.
-        costs: one, to be varied; or several, each simulated once as it is.
+        costs: one, to be varied; or several, each simulated once without variation.
         model: how communication behaves, as for ``simulate``.
-        steps: how many steps each sample runs, as for ``simulate``.
-        synchronise: whether ranks wait for each other between them.
-        samples: how many samples to draw, if ``costs`` is one.
-        noise: the spread of the factor of every action.
-        stragglers: the spread of the factor of every rank; one for all, or one per rank.
-        seed: where the chance begins.
+        steps: the number of steps in each sample, as for ``simulate``.
+        synchronise: whether ranks wait for each other between steps.
+        samples: the number of samples to draw, if ``costs`` is a single one.
+        noise: the relative standard deviation of the time of every action.
+        stragglers: the relative standard deviation of the speed of every rank; one for all, or one per rank.
+        seed: the seed of the random numbers.
         progress: called after every sample.
     """
     if isinstance(costs, Costs) or costs is None:
@@ -105,7 +105,9 @@ def simulate_many(
     else:
         given = _listed(costs)
         if np.any(noise) or np.any(stragglers):
-            raise CostsError("noise and stragglers vary one Costs; a list of them is simulated as it is", field="noise")
+            raise CostsError(
+                "noise and stragglers need a single Costs; a list of them is simulated without variation", field="noise"
+            )
         graph, _ = prepare(schedule, given[0], model, steps, synchronise=synchronise)
         for each in given:
             each.check(schedule.stages)
@@ -121,7 +123,7 @@ def simulate_many(
 def _listed(costs: object) -> tuple[Costs, ...]:
     given = tuple(costs) if isinstance(costs, Iterable) else ()
     if not given or not all(isinstance(each, Costs) for each in given):
-        raise CostsError(f"give Costs, or a list of them, not {costs!r}")
+        raise CostsError(f"costs must be Costs or a list of them, got {costs!r}")
     return given
 
 
@@ -134,7 +136,7 @@ def _varied(
     graph: StepGraph, costs: Costs, samples: int, noise: float, stragglers: Floats, chance: np.random.Generator
 ) -> Iterator[tuple[Costs, Floats, Floats]]:
     duration, delay = graph.durations(costs), graph.delays(costs)
-    between = np.flatnonzero(graph.reason == DATA)  # transfers that the schedule does not spell out
+    between = np.flatnonzero(graph.reason == DATA)  # implied transfers
     of_action, of_transfer = np.full(graph.cells, noise), np.full(len(between), noise)
     rank = graph.rank[graph.blocking]
     for _ in range(samples):
@@ -146,7 +148,7 @@ def _varied(
 
 
 def _factors(chance: np.random.Generator, spread: Floats) -> Floats:
-    """Lognormal factors with a mean of 1 and these spreads."""
+    """Draw lognormal factors with a mean of 1 and these spreads."""
     if not spread.any():
         return np.ones(len(spread))
     variance = np.log1p(spread**2)
@@ -154,10 +156,10 @@ def _factors(chance: np.random.Generator, spread: Floats) -> Floats:
 
 
 def _spread(field: str, value: object) -> float:
-    """A spread as a number: beyond a few hundred percent a lognormal factor means nothing."""
+    """Check a spread: beyond a few hundred percent, a lognormal factor is meaningless."""
     number = checked_number(field, field, value)
     if number > _LARGEST_SPREAD:
-        raise CostsError(f"{field} must be at most {_LARGEST_SPREAD:g}, not {value!r}", field=field, value=value)
+        raise CostsError(f"{field} must be at most {_LARGEST_SPREAD:g}, got {value!r}", field=field, value=value)
     return number
 
 
@@ -166,7 +168,7 @@ def _ranks(graph: StepGraph, stragglers: object) -> Floats:
         return np.full(graph.ranks, _spread("stragglers", stragglers))
     if len(stragglers) != graph.ranks:
         raise CostsError(
-            f"stragglers has {len(stragglers)} numbers, and there are {graph.ranks} ranks: give one for each",
+            f"stragglers has {len(stragglers)} numbers, but there are {graph.ranks} ranks; pass one for each",
             field="stragglers",
             value=stragglers,
         )

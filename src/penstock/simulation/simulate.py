@@ -1,4 +1,4 @@
-"""From a schedule and its costs to a timeline: the longest path through the event graph."""
+"""Simulates a schedule with given costs: the longest path through the event graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.simulation.costs import Costs
 from penstock.simulation.step_graph import StepGraph, build_step_graph
 from penstock.simulation.timeline import Timeline
 
-#: More than so many, in all steps together, would not fit into memory.
+#: More actions, in all steps together, would not fit into memory.
 MOST_ACTIONS: Final = 50_000_000
 
 
@@ -25,9 +25,9 @@ def simulate(
     steps: int = 1,
     synchronise: bool = True,
 ) -> Timeline:
-    """When everything happens if each action starts as soon as it can.
+    """Return the timeline in which each action starts as soon as it can.
 
-    Exact, deterministic and linear: the longest path through the graph that also proves the schedule.
+    Exact, deterministic and linear: it is the longest path through the graph that also proves the schedule.
 
     >>> from penstock.schedules.registry import build
     >>> timeline = simulate(build("1F1B", ranks=4, microbatches=8), Costs(forward=1, backward_input=1))
@@ -35,15 +35,15 @@ def simulate(
     (33.0, 0.2727272727272727, (4.0, 3.0, 2.0, 1.0))
 
     Args:
-        schedule: compute-only, then its transfers are implied; or lowered.
-        costs: what its actions cost; by default F, I and W take 1, and transfers nothing.
-        model: how communication behaves. By default a transfer takes its time and stands in nobody's way.
-        steps: how many steps to run, one after the other.
-        synchronise: whether a rank begins a step only when all have ended the one before.
+        schedule: compute-only, with implied transfers, or lowered.
+        costs: what its actions cost; by default F, I and W take 1, and transfers 0.
+        model: how communication behaves. By default, transfers take time but do not contend.
+        steps: the number of consecutive steps to run.
+        synchronise: whether a rank begins a step only after all ranks have ended the previous one.
 
     Raises:
         VerificationError: the schedule would not run.
-        CostsError: the costs do not fit it.
+        CostsError: the costs do not match the schedule.
     """
     graph, costs = prepare(schedule, costs, model, steps, synchronise=synchronise)
     duration = graph.durations(costs)
@@ -59,14 +59,14 @@ def prepare(
     *,
     synchronise: bool = True,
 ) -> tuple[StepGraph, Costs]:
-    """The flow of a schedule, and the costs with their default, both checked."""
+    """Check the arguments; return the graph of the schedule, and the costs with their default."""
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"a Schedule can be simulated, not {schedule!r}")
+        raise ScheduleError(f"expected a Schedule, got {schedule!r}")
     costs = Costs() if costs is None else costs
     if not isinstance(costs, Costs):
-        raise CostsError(f"costs are Costs, e.g. Costs(forward=1, backward_input=1), not {costs!r}")
+        raise CostsError(f"costs must be Costs, e.g. Costs(forward=1, backward_input=1), got {costs!r}")
     if model is not None and not isinstance(model, CommModel):
-        raise ModelError(f"a model is a CommModel, e.g. CommModel('eager', 'pair'), not {model!r}")
+        raise ModelError(f"model must be a CommModel, e.g. CommModel('eager', 'pair'), got {model!r}")
     steps = whole_number("steps", steps, least=1, most=max(1, MOST_ACTIONS // max(1, len(schedule.codes))))
     graph = build_step_graph(schedule, model, steps, bool(synchronise))
     costs.check(schedule.stages)

@@ -1,4 +1,4 @@
-"""What takes time in a schedule and what waits for what: all that does not depend on the costs."""
+"""Builds the graph of what takes time in a schedule and what waits for what, independent of the costs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
-#: A transfer takes its time, and stands in nobody's way.
+#: Transfers take time but do not contend with each other.
 FREE: Final = CommModel(buffering=EAGER, lanes="message")
 
-#: The reasons of the edges: those of the event graph, and that a step begins after the one before it.
+#: The reasons of the edges: those of the event graph, and that a step begins after the previous one.
 PROGRAM, POST, LANE, USE, MESSAGE, ROOM, DATA, STEP = range(len(REASONS) + 1)
 
 _IS_TRANSFER: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
@@ -51,7 +51,7 @@ _IS_TRANSFER[[packed.TYPE_NUMBER[kind] for kind in TRANSFER_TYPES]] = True
 _IS_COMPUTE: Final = np.zeros(len(packed.TYPE_NUMBER) + 1, bool)
 _IS_COMPUTE[[packed.TYPE_NUMBER[kind] for kind in COMPUTE]] = True
 
-#: Which field of the costs says how long an action takes.
+#: The field of the costs that holds the duration of each type of action.
 _TIMES: Final = {
     FORWARD: "forward",
     FULL_BACKWARD: "backward",
@@ -64,23 +64,23 @@ _TIMES: Final = {
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """A schedule, run for some steps under a communication model, as a graph whose nodes take time.
+    """A schedule that runs for some steps under a communication model, as a graph whose nodes take time.
 
-    The nodes are the cells of all steps; then, for every step, the optimizer of every rank; then, where the steps are
+    The nodes are the cells of all steps; then, for every step, the optimizer of every rank; then, if the steps are
     synchronised, the end of every step.
 
     Attributes:
-        schedule: one step, without idle steps of its own.
+        schedule: one step, without idle cells.
         model: how communication behaves.
-        steps: how many steps are run.
+        steps: the number of steps.
         synchronise: whether every rank waits for all others at the end of a step.
         actions: the actions of all steps.
         events: the event graph of their cells.
-        source: for every edge the node that it comes from; first those of ``events``, then those between steps.
-        target: for every edge the node that it goes to.
-        reason: for every edge why it is there.
-        begins: for every edge into the beginning of a step the cell that it is for, else ``NONE``.
-        order: the graph, sorted.
+        source: for every edge, the node that it comes from; first those of ``events``, then those between steps.
+        target: for every edge, the node that it goes to.
+        reason: for every edge, its reason.
+        begins: for every edge into the beginning of a step, the cell that it is for, otherwise ``NONE``.
+        order: the graph in topological order.
     """
 
     schedule: Schedule
@@ -97,17 +97,17 @@ class StepGraph:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.schedule.ranks
 
     @property
     def cells(self) -> int:
-        """How many cells there are, in all steps."""
+        """The number of cells in all steps."""
         return len(self.events.node)
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self.cells + self.steps * self.ranks + (self.steps if self.synchronise else 0)
 
     @cached_property
@@ -131,7 +131,7 @@ class StepGraph:
 
     @cached_property
     def is_transfer(self) -> NDArray[np.bool_]:
-        """Whether each cell is a send or a receive, which its rank posts and does not wait for."""
+        """Whether each cell is a send or a receive, which its rank posts without waiting."""
         return np.asarray(_IS_TRANSFER[self.actions.kind[self.first_action]])
 
     @cached_property
@@ -146,18 +146,18 @@ class StepGraph:
 
     @cached_property
     def first_compute(self) -> Ints:
-        """The first cell of each rank that computes, ``NONE`` if there is none."""
+        """The first compute cell of each rank, ``NONE`` if there is none."""
         return self.last_of_ranks(self.computing[::-1])
 
     @cached_property
     def last_compute(self) -> Ints:
-        """The last cell of each rank that computes, ``NONE`` if there is none."""
+        """The last compute cell of each rank, ``NONE`` if there is none."""
         return self.last_of_ranks(self.computing)
 
     def last_of_ranks(self, cells: Ints) -> Ints:
-        """The last of these cells for each rank, ``NONE`` if it has none of them."""
+        """Return the last of these cells for each rank, ``NONE`` if it has none of them."""
         last = np.full(self.ranks, NONE, np.int64)
-        last[self.rank[cells]] = cells  # of several the last stays
+        last[self.rank[cells]] = cells  # of several, the last stays
         return last
 
     @cached_property
@@ -167,26 +167,26 @@ class StepGraph:
 
     @cached_property
     def computing(self) -> Ints:
-        """The cells that compute, rank by rank in order."""
+        """The compute cells, rank by rank in order."""
         return np.flatnonzero(self.is_compute)
 
     @cached_property
     def non_compute(self) -> Ints:
-        """The cells that a rank runs itself and that do not compute."""
+        """The cells that a rank runs itself but that do not compute."""
         return np.asarray(self.blocking[~self.is_compute[self.blocking]])
 
     @cached_property
     def is_forward(self) -> NDArray[np.bool_]:
-        """Whether what waits along each edge of the event graph is a forward."""
+        """Whether the waiting action of each edge of the event graph is a forward."""
         return self.actions.is_kind(self.events.waiting, FORWARD)
 
     @cached_property
     def pairs(self) -> TransferPairs:
-        """The sends and receives that belong together."""
+        """The matching sends and receives."""
         return pair_transfers(self.actions)
 
     def durations(self, costs: Costs) -> Floats:
-        """How long every node takes."""
+        """Return how long every node takes."""
         stages, actions = self.schedule.stages, self.actions
         times = np.zeros((len(packed.TYPE_NUMBER) + 1, stages))
         for kind, field in _TIMES.items():
@@ -203,7 +203,7 @@ class StepGraph:
         return np.concatenate([taken, np.tile(of_rank, self.steps), ends])
 
     def delays(self, costs: Costs) -> Floats:
-        """How long after the end of its source the target of every edge can start."""
+        """Return how long after the end of its source the target of every edge can start."""
         delay = np.zeros(len(self.source))
         between = np.flatnonzero(self.reason == DATA)
         if len(between):
@@ -219,7 +219,7 @@ class StepGraph:
 
     @cached_property
     def _dispatched(self) -> Ints:
-        """How many actions a rank starts along every edge, up to the target."""
+        """The number of actions that a rank starts along every edge, up to the target."""
         started = np.zeros(len(self.source), np.int64)
         inner = len(self.events.awaited)
         cell = self.actions.cell
@@ -231,13 +231,13 @@ class StepGraph:
 
     @cached_property
     def within_step(self) -> Ints:
-        """The number of each cell among those of its rank in its step."""
+        """The index of each cell within its rank and step."""
         lengths = np.diff(self.actions.first_cell) // self.steps
         within: Ints = np.arange(self.cells) - self.actions.first_cell[self.rank] - self.step * lengths[self.rank]
         return within
 
     def post_times(self, costs: Costs) -> Floats:
-        """When a rank gets to each cell that it waits for nothing before; 0 for all others."""
+        """Return when a rank gets to each of the leading cells of the first step; 0 for all others."""
         post = np.zeros(self.cells)
         if costs.dispatch:
             cells = self.leading_cells[self.step[self.leading_cells] == 0]
@@ -245,7 +245,7 @@ class StepGraph:
         return post
 
     def release_times(self, costs: Costs) -> Floats:
-        """Before when no node starts: the rank has to get to it, even if it waits for nothing."""
+        """Return the earliest start of every node: its rank has to get to it, even if it waits for nothing."""
         release = np.zeros(self.nodes)
         if costs.dispatch:
             np.maximum.at(release, self.events.node, self.post_times(costs))
@@ -253,7 +253,7 @@ class StepGraph:
 
     @cached_property
     def leading_cells(self) -> Ints:
-        """Of every rank and step the cells up to the first that the rank runs itself."""
+        """For every rank and step, the cells up to the first one that the rank runs itself."""
         group = self.rank * self.steps + self.step
         first = np.full(self.ranks * self.steps, self.cells, np.int64)
         first[group[self.blocking][::-1]] = self.blocking[::-1]
@@ -262,17 +262,17 @@ class StepGraph:
 
 @lru_cache(maxsize=2)
 def build_step_graph(schedule: Schedule, model: CommModel | None, steps: int, synchronise: bool) -> StepGraph:
-    """The flow of a schedule that is proved on the way; the last two are kept, to be run with other costs.
+    """Verify a schedule and build its graph. The last two graphs are cached, to be run with other costs.
 
     Raises:
         VerificationError: the schedule would not run.
     """
     verify_structure(schedule)
     one_step = without_idle(schedule)
-    in_each_others_way = model is not None and (model.lanes != "message" or model.capacity == 0)
-    if in_each_others_way and not ActionTable(one_step).has_transfers:
+    may_contend = model is not None and (model.lanes != "message" or model.capacity == 0)
+    if may_contend and not ActionTable(one_step).has_transfers:
         verify(one_step)
-        one_step = send_receive(one_step)  # lanes are for transfers: those that lowering would add
+        one_step = send_receive(one_step)  # contention needs explicit transfers: those that lowering would add
     actions = ActionTable(_repeated(one_step, steps))
     events = event_graph(actions, model or FREE)
     inner = np.full(len(events.reason), NONE, np.int32)
@@ -283,7 +283,7 @@ def build_step_graph(schedule: Schedule, model: CommModel | None, steps: int, sy
     order = topological_order(nodes, source, target)
     if order is None:
         verify(schedule, model=model or FREE)
-        raise ScheduleError(f"the schedule runs once, but {steps} steps back to back deadlock (under {model or FREE})")
+        raise ScheduleError(f"the schedule runs once, but {steps} consecutive steps deadlock (under {model or FREE})")
     for array in (
         source,
         target,
@@ -298,14 +298,14 @@ def build_step_graph(schedule: Schedule, model: CommModel | None, steps: int, sy
         order.source,
         order.edge,
     ):
-        array.setflags(write=False)  # it is kept, and shared by all that is simulated with it
+        array.setflags(write=False)  # cached, and shared by everything simulated with it
     return StepGraph(
         one_step, model or FREE, steps, synchronise, actions, events, source, target, reason, begins, order
     )
 
 
 def _repeated(schedule: Schedule, steps: int) -> Schedule:
-    """So many steps in a row, as one step with so many times the microbatches."""
+    """Return consecutive steps as one step with ``steps`` times as many microbatches."""
     if steps == 1:
         return schedule
     rows = []
@@ -317,10 +317,10 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
 
 
 def _between_steps(events: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints, Ints]:
-    """The edges from what a rank runs last in a step to its optimizer, and from there to the next step.
+    """Return the edges from the last action of a rank in a step to its optimizer, and from there to the next step.
 
-    Besides source, target and reason, of those into a step the cell that they are for: under rendezvous the node of a
-    receive is that of its send, on another rank.
+    For the edges into a step, also return the cell that each is for: under rendezvous, the node of a receive is that of
+    its send, on another rank.
     """
     actions, cells = events.actions, len(events.node)
     ranks = actions.schedule.ranks

@@ -1,4 +1,4 @@
-"""What happens when: the result of a simulation."""
+"""Defines ``Timeline``, the result of a simulation: what happens when."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
-#: How a timeline is written to a file of each suffix; ``view/`` fills it when it is loaded.
+#: The function that writes a timeline to a file, by suffix; ``view/`` fills this in when it is loaded.
 WRITERS: Final[dict[str, Callable[[Timeline, Path], None]]] = {}
 
 
 class Span(NamedTuple):
     """An action and when it runs.
 
-    A send runs while its transfer is under way. So does a receive under rendezvous; otherwise it has only an end.
+    A send runs while its transfer is in flight, and so does a receive under rendezvous; otherwise a receive has only an
+    end.
 
     Attributes:
         rank: the rank.
@@ -57,14 +58,14 @@ class Span(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What goes from one rank to another, and when.
+    """A transfer from one rank to another, and when it happens.
 
     Attributes:
         source: the rank that sends.
         target: the rank that receives.
-        action: the send, even where the schedule does not spell it out.
-        start: when it sets out.
-        end: when it has arrived.
+        action: the send, even if it is implied and not in the schedule.
+        start: when it is sent.
+        end: when it arrives.
         step: the step of training, from 0.
     """
 
@@ -77,11 +78,11 @@ class Transfer(NamedTuple):
 
 
 class MemoryCurve(NamedTuple):
-    """What a rank holds: from each time on, until the next.
+    """The memory that a rank holds over time.
 
     Attributes:
         times: when it changes.
-        values: how much it is from then on.
+        values: the memory from that time on.
     """
 
     times: Floats
@@ -90,17 +91,17 @@ class MemoryCurve(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When every action of a schedule runs, where the time goes, and the memory.
+    """When every action of a schedule runs, where the time goes, and how much memory each rank holds.
 
-    Times count from the first start of all. Everything is per rank where it can be: ``timeline.peak_memory[rank]``.
+    Times count from the first start. Results are per rank where possible: ``timeline.peak_memory[rank]``.
 
     Attributes:
-        schedule: what was simulated.
+        schedule: the schedule.
         costs: what its actions cost.
         step_graph: what waits for what.
         node_start: when every node of the graph starts.
-        node_duration: how long each takes.
-        critical: for every node the edge of the graph that it waited for longest.
+        node_duration: how long each node takes.
+        critical: for every node, the edge of the graph that it waited for longest.
     """
 
     schedule: Schedule
@@ -135,34 +136,34 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """The longest that a rank takes from its own beginning to its own last end."""
+        """The longest time that a rank takes from its own beginning to its own end."""
         return self.extent.span
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank runs actions of its own."""
+        """How long each rank runs actions."""
         runs = self.step_graph.blocking
         taken = self.node_duration[runs]
         return tuple(np.bincount(self.step_graph.rank[runs], taken, self.step_graph.ranks).tolist())
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank does not: its bubble."""
+        """How long each rank runs nothing: its bubble."""
         return tuple(max(0.0, self.makespan - busy) for busy in self.busy)
 
     @cached_property
     def communication(self) -> tuple[float, ...]:
-        """How long each rank has at least one transfer under way."""
+        """How long each rank has at least one transfer in flight."""
         return tuple(self._covered(rank) for rank in range(self.step_graph.ranks))
 
     @property
     def ideal(self) -> float:
-        """The longest that a rank is busy: no order of these actions takes less."""
+        """The longest time that a rank is busy: no order of these actions takes less."""
         return max(self.busy, default=0.0)
 
     @property
     def bubble(self) -> float:
-        """How much longer than the ideal it takes."""
+        """How much longer than ``ideal`` the run takes."""
         return max(0.0, self.makespan - self.ideal)
 
     @property
@@ -172,14 +173,14 @@ class Timeline:
 
     @property
     def span_bubble_rate(self) -> float:
-        """The share of the span that is bubble: what counts if ranks need not wait for each other between steps."""
+        """The share of the span that is bubble, which counts if ranks do not wait for each other between steps."""
         return max(0.0, self.span - self.ideal) / self.span if self.span else 0.0
 
     @cached_property
     def step_time(self) -> float:
-        """From the end of the step before the last to that of the last, with the optimizer: what a step takes.
+        """The time per step, with the optimizer: from the end of the last step but one to the end of the last.
 
-        It is that of a long run once there are enough ``steps``: two if ranks wait for each other between steps.
+        It is that of a long run if there are enough ``steps``: two if ranks wait for each other between steps.
         """
         graph = self.step_graph
         first = graph.cells + (graph.steps * graph.ranks if graph.synchronise else 0)
@@ -190,14 +191,14 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds at any time."""
+        """The most memory that each rank holds at any time."""
         peaks = self._memory_use.static.copy()
         np.maximum.at(peaks, self.step_graph.rank[self.step_graph.blocking], self._memory_use.during)
         return tuple(peaks.tolist())
 
     @cached_property
     def memory(self) -> tuple[MemoryCurve, ...]:
-        """What each rank holds over time."""
+        """The memory that each rank holds over time."""
         runs = self.step_graph.blocking
         bounds = np.searchsorted(self.step_graph.rank[runs], np.arange(self.step_graph.ranks + 1)).tolist()
         curves = []
@@ -230,7 +231,7 @@ class Timeline:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """Everything that goes to another rank, with its times; also what the schedule does not spell out."""
+        """Every transfer to another rank with its times, including implied ones."""
         graph = self.step_graph
         source, target, start, end, step = self._transfer_facts
         if graph.actions.has_transfers:
@@ -250,7 +251,7 @@ class Timeline:
 
     @cached_property
     def _transfer_facts(self) -> tuple[Ints, Ints, Floats, Floats, Ints]:
-        """Of all transfers: from which rank, to which, start, end, and the step."""
+        """The source ranks, target ranks, starts, ends and steps of all transfers."""
         graph, cell = self.step_graph, self.step_graph.actions.cell
         if graph.actions.has_transfers:
             sent, received = cell[graph.pairs.send], cell[graph.pairs.receive]
@@ -261,7 +262,7 @@ class Timeline:
         return graph.rank[made], graph.rank[used], self.end[made], self.end[made] + delay, graph.step[made]
 
     def _covered(self, rank: int) -> float:
-        """How long some transfer of the rank is under way: the union of their times."""
+        """Return how long some transfer of the rank is in flight: the union of their times."""
         source, target, start, end, _ = self._transfer_facts
         mine = np.flatnonzero((source == rank) | (target == rank))
         mine = mine[np.argsort(start[mine], kind="stable")]
@@ -270,13 +271,13 @@ class Timeline:
 
     @property
     def hops(self) -> float:
-        """How many transfers between ranks there are for one microbatch."""
+        """The number of transfers between ranks per microbatch."""
         microbatches = self.step_graph.schedule.microbatches * self.step_graph.steps
         return len(self._transfer_facts[0]) / max(microbatches, 1)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of actions that the makespan is made of: each waits for the one before."""
+        """The chain of actions that determines the makespan: each waits for the one before it."""
         runs = self.step_graph.blocking
         if not len(runs):
             return ()
@@ -296,24 +297,24 @@ class Timeline:
 
     @property
     def idle_by_cause(self) -> dict[str, float]:
-        """How long all ranks together are idle, by cause; the most first."""
+        """How long all ranks together are idle, by cause, the largest first."""
         total = dict.fromkeys(CAUSES, 0.0)
         for wait in self.waits:
             total[wait.cause] += wait.end - wait.start
         return dict(sorted(((cause, time) for cause, time in total.items() if time), key=lambda item: -item[1]))
 
     def _repr_html_(self) -> str:
-        """The picture in a notebook."""
+        """Draw it in a notebook."""
         return str(import_module("penstock.view.notebook").timeline_html(self))
 
     def write(self, path: str | Path) -> None:
-        """Write a picture or a trace; the suffix says which.
+        """Write it to a file, depending on the suffix.
 
         ``.html`` is an interactive page, ``.json`` a trace for Perfetto, ``.png`` and ``.svg`` are charts.
         """
         path = Path(path)
-        import_module("penstock.view")  # it registers its writers; this layer does not know it
+        import_module("penstock.view")  # registers its writers; this layer must not import it
         if path.suffix.lower() not in WRITERS:
             known = ", ".join(f"*{suffix}" for suffix in WRITERS)
-            raise WriteError(f"{path}: a timeline is written to {known}")
+            raise WriteError(f"{path}: unknown suffix; use {known}")
         WRITERS[path.suffix.lower()](self, path)
