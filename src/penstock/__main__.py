@@ -1,4 +1,4 @@
-"""``python -m penstock`` is the ``penstock`` command."""
+"""Runs the ``penstock`` command as ``python -m penstock``."""
 
 from penstock.cli.main import main
 

@@ -131,7 +131,7 @@ def test_what_is_shown_can_be_read_again(tmp_path):
 def test_what_cannot_run_is_shown_with_a_remark(tmp_path):
     (tmp_path / "stuck.csv").write_text("0B0,0F0\n")
     result = penstock("show", "stuck.csv", cwd=tmp_path)
-    assert "# it does not run: rank 0 waits forever at step 0: 0B0 needs 0F0" in result.stdout
+    assert "# this schedule does not run: rank 0 waits forever at step 0: 0B0 needs 0F0" in result.stdout
 
 
 @pytest.mark.processes
@@ -159,9 +159,9 @@ def test_as_written():
         (["show", "1F2B"], "unknown schedule '1F2B'; did you mean 1F1B?"),
         (["show", "nothing.csv"], "nothing.csv: cannot be read: No such file or directory"),
         (["show", "1F1B", "--ranks", "0"], "ranks must be at least 1, got 0"),
-        (["show", "GPipe", "-s", "2"], "GPipe has 1 stage per rank, not 2; leave --stages-per-rank out"),
-        (["show", str(ZOO / "with_w.txt"), "-r", "2"], "has its own sizes; leave --ranks 2 out"),
-        (["convert", "GPipe", "out.yaml"], "the suffix '.yaml' is not one of a schedule"),
+        (["show", "GPipe", "-s", "2"], "GPipe has 1 stage per rank, not 2; omit --stages-per-rank"),
+        (["show", str(ZOO / "with_w.txt"), "-r", "2"], "has its own sizes; omit --ranks 2"),
+        (["convert", "GPipe", "out.yaml"], "unknown suffix '.yaml'"),
         (["show", "1F1B", "--ranks", "two"], "Invalid value for '--ranks'"),
         (["check", "1F1B", "--model", "pair"], "'pair' is not a communication model; write e.g. 'rendezvous:pair'"),
         (["check", "1F1B", "--model", "sync:pair"], "use 'rendezvous', 'bounded(1)', 'bounded(2)', ... or"),
@@ -169,19 +169,19 @@ def test_as_written():
         (["show", "x" * 300], "unknown schedule"),
         (["convert", "GPipe", "x" * 300 + ".csv"], "File name too long"),
         (["shwo"], "No such command 'shwo'"),
-        (["show", "low.cvs"], "low.cvs: the suffix '.cvs' is not one of a schedule; name it *.csv, *.json or *.txt"),
-        (["show", "."], ".: is a directory; name a file in it"),
-        (["check", str(ZOO)], "zoo: is a directory; name a file in it"),
-        (["show", "--ranks", "3"], "Invalid value for --ranks: of which schedule? Name one, e.g. 1F1B"),
-        (["show", "--lower"], "Invalid value for --lower: of which schedule?"),
+        (["show", "low.cvs"], "low.cvs: unknown suffix '.cvs'; use *.csv, *.json or *.txt"),
+        (["show", "."], ".: is a directory; expected a file"),
+        (["check", str(ZOO)], "zoo: is a directory; expected a file"),
+        (["show", "--ranks", "3"], "Invalid value for --ranks: needs a schedule, e.g. penstock show 1F1B"),
+        (["show", "--lower"], "Invalid value for --lower: needs a schedule"),
         (["check", "1F1B", "--memory-limit", "-1"], "Invalid value for '--memory-limit'"),
         (["check", "1F1B", "--memory-limit", "inf"], "inf is not a number of activations; write e.g. 8"),
         (["check", "1F1B", "--width", "3"], "Invalid value for '--width'"),
         (
             ["check", "1F1B", "--defer-receives"],
-            "Invalid value for --defer-receives: it says how to lower; add --lower",
+            "Invalid value for --defer-receives: only applies with --lower",
         ),
-        (["show", "1F1B", "--lower", "--look-ahead", "2"], "it says how receives are deferred; add --defer-receives"),
+        (["show", "1F1B", "--lower", "--look-ahead", "2"], "only applies with --defer-receives"),
         (["convert", "1F1B", "out.csv", "--repair", "pair"], "'pair' is not a communication model"),
     ],
 )
@@ -217,7 +217,7 @@ def test_convert_builds_and_does_not_overwrite_unasked(tmp_path):
 def test_check_says_what_is_right():
     result = penstock("check", "1F1B", "--lower", "-r", "2", "-m", "3")
     assert (result.returncode, result.stderr) == (0, "")
-    assert "right: complete, ordered, and free of deadlock under rendezvous, a lane per pair" in result.stdout
+    assert "ok: complete, ordered, and free of deadlock under rendezvous, a lane per pair" in result.stdout
     assert "pair          yes         yes         yes" in result.stdout
 
 
@@ -228,7 +228,7 @@ def test_check_shows_the_cycle_and_the_models(tmp_path):
     (tmp_path / "bad.csv").write_text(BROKEN)
     result = penstock("check", "bad.csv", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (1, "")
-    assert "wrong: rank 0, step 2: rank 0 waits in 0SEND_F0, ahead of 0SEND_F1, for rank 1" in result.stdout
+    assert "error: rank 0, step 2: rank 0 waits in 0SEND_F0, ahead of 0SEND_F1, for rank 1" in result.stdout
     assert "rank 1 1RECV_F1 1RECV_F0 1F0      1F1\n       ^^^^^^^^ ^^^^^^^^" in result.stdout
     assert "message       yes         yes         yes" in result.stdout
     assert penstock("check", "bad.csv", "--model", "eager:direction", cwd=tmp_path).returncode == 0
@@ -265,7 +265,7 @@ def test_check_with_a_memory_limit():
 
     result = penstock("check", "1F1B", "--memory-limit", "4")
     assert result.returncode == 0
-    assert "memory: at most 4 activations on a rank (rank 0), the limit is 4" in result.stdout
+    assert "memory: at most 4 activations on a rank (rank 0); the limit is 4" in result.stdout
     assert "memory" not in penstock("check", "1F1B").stdout
 
 
@@ -340,10 +340,10 @@ def test_repair_to_a_file(tmp_path):
 
 def test_what_is_missing_in_a_file_is_told_without_python_alone(tmp_path):
     (tmp_path / "gap.csv").write_text("0F0\n2F0\n")
-    assert "say which rank has it: placement=, or in a .json file" in penstock("show", "gap.csv", cwd=tmp_path).stderr
+    assert "pass placement= (or use a .json file)" in penstock("show", "gap.csv", cwd=tmp_path).stderr
     (tmp_path / "half.csv").write_text("1F\n")
     assert penstock("show", "half.csv", cwd=tmp_path).stderr == (
-        "penstock: half.csv, row 1, cell 1: '1F' is not an action: the type F needs a microbatch; write e.g. '1F0'\n"
+        "penstock: half.csv, row 1, cell 1: '1F' is not an action: F needs a microbatch; write e.g. '1F0'\n"
     )
 
 
@@ -352,7 +352,7 @@ def test_a_file_of_another_kind_is_not_an_unknown_schedule(tmp_path):
     refused = penstock("check", "notes", cwd=tmp_path)
     assert (refused.returncode, refused.stderr) == (
         2,
-        "penstock: notes: the file name has no suffix; name it *.csv, *.json or *.txt\n",
+        "penstock: notes: the file name has no suffix; use *.csv, *.json or *.txt\n",
     )
     (tmp_path / "gpipe").mkdir()
     assert penstock("show", "gpipe", cwd=tmp_path).returncode == 0

@@ -137,9 +137,7 @@ def test_only_what_splits_every_backward_can_be_fitted():
 
 
 def test_costs_that_cannot_be_used():
-    with pytest.raises(
-        ps.CostsError, match="1F1B does not depend on costs; omit costs=, or choose one"
-    ):
+    with pytest.raises(ps.CostsError, match="1F1B does not depend on costs; omit costs=, or choose one"):
         ps.build("1F1B", ranks=2, microbatches=2, costs=ps.Costs())
     with pytest.raises(ps.CostsError, match=r"costs must be Costs, e\.g\."):
         ps.build("ZBVZeroBubble", ranks=2, microbatches=2, costs={"forward": 1})

@@ -1,4 +1,4 @@
-"""The ``penstock`` command and its commands."""
+"""Defines the ``penstock`` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from penstock.version import __version__
 
 
 class _Commands(TyperGroup):
-    """The commands, and what to say of a name that is none of them."""
+    """The commands, with a suggestion for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
         if name not in self.commands and not name.startswith("-"):
             near = get_close_matches(name, self.commands)
-            told = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(self.commands)}."
-            ctx.fail(f"No such command '{name}'. {told}")
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"The commands are {', '.join(self.commands)}."
+            ctx.fail(f"No such command '{name}'. {hint}")
         return super().resolve_command(ctx, args)
 
 
@@ -61,4 +61,4 @@ def penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Pipeline-parallel schedules as data: build, draw, prove, predict, run, read and write them."""
+    """Build, draw, verify, simulate, run, read and write pipeline-parallel schedules."""

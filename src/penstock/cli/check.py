@@ -1,4 +1,4 @@
-"""``penstock check``: prove a schedule, or show what is wrong with it."""
+"""``penstock check``: verify a schedule, or show what is wrong with it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_command(
     ] = None,
     memory_limit: Annotated[
         float | None,
-        typer.Option(min=0, help="How many activations, of a stage and a microbatch, a rank has room for."),
+        typer.Option(min=0, help="How many activations, each of one stage and microbatch, a rank can hold."),
     ] = None,
     lower: Lower = False,
     defer_receives: DeferReceives = False,
@@ -49,11 +49,11 @@ def check_command(
     width: Width = None,
     machine: Json = False,
 ) -> None:
-    """Prove that a schedule runs, or show what is wrong.
+    """Verify that a schedule runs, or show what is wrong.
 
-    Complete, ordered, free of deadlock under a communication model, and within memory.
+    Checks that it is complete, ordered, free of deadlock under a communication model, and within the memory limit.
 
-    Exit code 0 if nothing is wrong, 1 on a finding, 2 if the input cannot be read.
+    The exit code is 0 if nothing is wrong, 1 on a finding, 2 if the input cannot be read.
 
     Example: penstock check mine.csv --model rendezvous:pair --memory-limit 8
 
@@ -66,7 +66,7 @@ def check_command(
         schedule = Lowering(lower, defer_receives, look_ahead, merge_backward, no_unshard).of(schedule)
         findings = check(schedule, model=chosen, memory_limit=limit)
     except VerificationError as error:
-        findings = list(error.findings)  # of what came in: it could not be lowered
+        findings = list(error.findings)  # of the input, which could not be lowered
     checked = Checked(schedule, chosen, limit, findings)
     if machine:
         typer.echo(json.dumps(_document(checked), indent=2))
@@ -78,7 +78,7 @@ def check_command(
 
 
 class Checked(NamedTuple):
-    """What was checked, for what, and what is wrong with it."""
+    """A checked schedule, with the conditions and the findings."""
 
     schedule: Schedule
     model: CommModel
@@ -87,34 +87,32 @@ class Checked(NamedTuple):
 
     @property
     def peaks(self) -> list[int] | None:
-        """How many activations each rank holds at most; None if that was not asked for or cannot be told."""
+        """The most activations that each rank holds; None if not requested or unknown."""
         if self.memory_limit is None or is_too_sparse(self.schedule):
             return None
         return peaks(ActionTable(self.schedule))
 
     @property
     def models(self) -> dict[CommModel, bool] | None:
-        """Under which models it is free of deadlock; None if it has no transfers, or is otherwise wrong."""
+        """Whether it is free of deadlock under each model; None if it has no transfers, or has other findings."""
         broken = any(finding.kind not in ("deadlock", "memory") for finding in self.findings)
         return safe_models(self.schedule) if self.schedule.lowered and not broken else None
 
 
 def _limit(asked: float | None) -> float | None:
-    """The limit that was asked for, as a whole number if it is one."""
+    """Return the requested limit, as an integer if it is one."""
     if asked is not None and not math.isfinite(asked):
         raise typer.BadParameter(f"{asked} is not a number of activations; write e.g. 8", param_hint="--memory-limit")
     return int(asked) if asked is not None and asked.is_integer() else asked
 
 
 def _report(console: Console, checked: Checked, width: int | None) -> None:
-    whole = width is None  # a pipe gets whole lines
+    whole = width is None  # do not wrap lines in a pipe
     console.print(checked.schedule.summary, soft_wrap=whole, markup=False)
     if not checked.findings:
-        console.print(
-            f"[green]right[/]: complete, ordered, and free of deadlock under {checked.model}", soft_wrap=whole
-        )
+        console.print(f"[green]ok[/]: complete, ordered, and free of deadlock under {checked.model}", soft_wrap=whole)
     for finding in checked.findings:
-        console.print(Text("wrong: ", "red").append(str(finding), "default"), soft_wrap=whole)
+        console.print(Text("error: ", "red").append(str(finding), "default"), soft_wrap=whole)
     if held := checked.peaks:
         console.print(_describe_memory(held, checked.memory_limit), soft_wrap=whole)
     if checked.findings:
@@ -127,11 +125,11 @@ def _report(console: Console, checked: Checked, width: int | None) -> None:
 def _describe_memory(held: list[int], limit: float | None) -> str:
     most = max(held)
     noun = "activation" if most == 1 else "activations"
-    return f"memory: at most {most} {noun} on a rank (rank {held.index(most)}), the limit is {limit}"
+    return f"memory: at most {most} {noun} on a rank (rank {held.index(most)}); the limit is {limit}"
 
 
 def _table(models: dict[CommModel, bool]) -> Table:
-    """Under which models it is free of deadlock."""
+    """Return a table of the models under which it is free of deadlock."""
     table = Table(title="free of deadlock?", title_justify="left", box=None, pad_edge=False)
     table.add_column("one lane per")
     bufferings = list(dict.fromkeys(model.buffering for model in MODELS))

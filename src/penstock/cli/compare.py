@@ -1,4 +1,4 @@
-"""``penstock compare``: every known schedule at one size, side by side."""
+"""``penstock compare``: compare every known schedule at one size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.cli.terminal import Width, terminal
 from penstock.schedules.registry import RECIPES
 from penstock.simulation.comparison import Candidate, candidates, rank_candidates
 
-#: From so many forwards on it takes long enough that somebody would wonder.
+#: The number of forwards above which a progress bar is shown.
 _LARGE = 20_000
 
 
@@ -35,19 +35,17 @@ def compare(
     stages_per_rank: StagesPerRank = None,
     costs: CostsFile = None,
     model: ModelName = None,
-    memory_limit: Annotated[
-        float | None, typer.Option("--memory-limit", min=0.0, help="How much memory a rank has.")
-    ] = None,
+    memory_limit: Annotated[float | None, typer.Option("--memory-limit", min=0.0, help="Memory of a rank.")] = None,
     width: Width = None,
     machine: Json = False,
 ) -> None:
     """Compare all schedules: makespan, span, bubble, memory, transfers. The fastest first.
 
-    Costs are those of whole ranks, one number for all or a list with one for each, and the stages of a rank share them
-    equally, so that schedules with several stages per rank compare with those that have one. Memory counts in the unit
-    of the costs: by default, in the activations that a microbatch takes on a whole rank. Hops are the transfers between
-    ranks for one microbatch. A schedule that splits the backward is there a second time, fitted, if its weight
-    gradients can be placed better for these costs. The exit code is 1 if no schedule fits.
+    Costs are those of whole ranks, one number for all or a list with one per rank. The stages of a rank share them
+    equally, so that schedules with different numbers of stages per rank are comparable. Memory is in the unit of the
+    costs; by default, in the activations of one microbatch on a whole rank. Hops are the transfers between ranks per
+    microbatch. A schedule that splits the backward appears a second time, fitted, if its weight gradients can be placed
+    better for these costs. The exit code is 1 if no schedule fits.
 
     Example: penstock compare --ranks 8 --microbatches 24 --memory-limit 8
     """
@@ -78,12 +76,12 @@ def compare(
             if row.timeline is None:
                 console.print(Text(f"not {row.name}: {row.reason}", style="dim"), soft_wrap=True)
         if rows[0].reason:
-            console.print("none of them fits")
+            console.print("no schedule fits the limit" if simulated else "no schedule fits these costs")
     if rows[0].reason:
         raise typer.Exit(1)
 
 
-#: The columns, and how much they matter where there is no room for all.
+#: The columns, and their priority if there is no room for all.
 _COLUMNS = {
     "stages": 2, "makespan": 9, "bubble": 8, "span": 4, "of it": 3, "memory": 7, "hops": 1,
 }  # fmt: skip
@@ -112,7 +110,7 @@ def _table(rows: list[Candidate], memory_limit: float | None, width: int) -> Tab
 
 
 def _numbers(row: Candidate, memory_limit: float | None) -> list[str]:
-    """What the columns say of it."""
+    """Return the content of the columns."""
     assert row.timeline is not None
     timeline = row.timeline
     over = f" > {format_number(memory_limit)}" if row.reason and memory_limit is not None else ""

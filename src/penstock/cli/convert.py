@@ -1,4 +1,4 @@
-"""``penstock convert``: write a schedule in another format, lowered or repaired if asked."""
+"""``penstock convert``: write a schedule in another format, optionally lowered or repaired."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.lowering.repair import repair as repaired
 
 def convert(
     source: Source,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The file to write; its suffix says how.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The file to write; its suffix selects the format.")],
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
@@ -30,11 +30,11 @@ def convert(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Move its transfers so that it is free of deadlock under this communication model, e.g. "
+            help="Reorder transfers so that it is free of deadlock under this communication model, e.g. "
             "rendezvous:pair; see penstock check.",
         ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the target if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace the target if it exists.")] = False,
     machine: Json = False,
 ) -> None:
     """Write a schedule to a CSV, JSON or text file.

@@ -1,4 +1,4 @@
-"""What the commands that simulate take: costs from a file, and a communication model."""
+"""Defines the arguments of commands that simulate: costs from a file, and a communication model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CostsFile: TypeAlias = Annotated[
         "--costs",
         "-c",
         metavar="FILE",
-        help="A .toml or .json file with the fields of Costs; by default F, I and W take 1 each.",
+        help="A .toml or .json file with the fields of Costs (default: F, I and W take 1 each).",
     ),
 ]
 ModelName: TypeAlias = Annotated[
@@ -26,25 +26,25 @@ ModelName: TypeAlias = Annotated[
     typer.Option(
         "--model",
         metavar="MODEL",
-        help="How communication behaves, e.g. rendezvous:pair; by default transfers stand in nobody's way.",
+        help="How communication behaves, e.g. rendezvous:pair; by default transfers do not contend.",
     ),
 ]
 
 
 PerRank: TypeAlias = Annotated[
     bool,
-    typer.Option("--per-rank", help="Costs are those of whole ranks, whose stages share them, as in penstock compare."),
+    typer.Option("--per-rank", help="Costs are those of whole ranks, shared by their stages, as in penstock compare."),
 ]
 
 
 def costs_from(path: Path | None) -> Costs:
-    """The costs in the file, or the default ones."""
+    """Return the costs in the file, or the default ones."""
     return Costs() if path is None else Costs.read(path)
 
 
 @contextmanager
 def naming_costs_file(path: Path | None) -> Iterator[None]:
-    """Name the file in an error that the costs in it do not fit."""
+    """Name the file in errors about the costs in it."""
     try:
         yield
     except CostsError as error:
@@ -54,5 +54,5 @@ def naming_costs_file(path: Path | None) -> Iterator[None]:
 
 
 def format_number(number: float) -> str:
-    """A number for people: six digits, or all that are before the point."""
+    """Format a number with six digits, or with all digits before the decimal point."""
     return f"{number:,.0f}" if 1e6 <= abs(number) < 1e15 else f"{number:.6g}"

@@ -1,4 +1,4 @@
-"""``penstock demo``: a small GPT, trained on local processes with the schedule of your choice."""
+"""``penstock demo``: train a small GPT on local processes with the schedule of your choice."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from penstock.simulation.simulate import simulate
 from penstock.simulation.timeline import Timeline
 from penstock.verification.check import check, safe_models
 
-#: What every rank runs; a module of the layer that has torch, so it is only named here.
+#: The module that every rank runs; only named here, because its layer imports torch.
 TRAINING: Final = "penstock.runtime.demo"
-#: How many lines tell of the losses, where there is no terminal to draw in.
+#: The number of lines that report losses if there is no terminal for a progress bar.
 REPORTS: Final = 10
 
 
@@ -46,13 +46,13 @@ def demo(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="How many steps to train.")] = 120,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Number of training steps.")] = 120,
     machine: Json = False,
 ) -> None:
-    """Train a small GPT on local processes, and compare what was predicted with what was measured.
+    """Train a small GPT on local processes, and compare the predicted times with the measured ones.
 
-    It learns to write Python from the source of the standard library, byte by byte. The schedule is proved before a
-    process starts, and the gradients of the first step are compared with those of the model in one piece.
+    It learns to write Python from the source of the standard library, byte by byte. The schedule is verified before any
+    process starts, and the gradients of the first step are compared with those of the unsplit model.
 
     Example: penstock demo --ranks 2 --schedule 1F1B
     """
@@ -82,9 +82,9 @@ def demo(
 
 def _check_trainable(name: str, schedule: Schedule) -> None:
     if _types(schedule) <= {FORWARD}:
-        raise ScheduleError(f"{name} has no backwards, so nothing would be learnt; try --schedule 1F1B")
+        raise ScheduleError(f"{name} has no backward, so nothing would be trained; try --schedule 1F1B")
     if find_spec("torch") is None:
-        raise RunError("the demo trains with torch, which is not installed: pip install 'penstock[torch]'")
+        raise RunError("the demo needs torch, which is not installed: pip install 'penstock[torch]'")
 
 
 def _types(schedule: Schedule) -> set[ComputationType]:
@@ -92,7 +92,7 @@ def _types(schedule: Schedule) -> set[ComputationType]:
 
 
 def _assumed(schedule: Schedule) -> str:
-    """What the default costs are, in the letters of this schedule."""
+    """Describe the default costs, in the letters of this schedule."""
     types = _types(schedule)
     if BACKWARD_INPUT not in types:
         return "if B took twice as long as F"
@@ -100,7 +100,7 @@ def _assumed(schedule: Schedule) -> str:
 
 
 def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
-    """Draw the schedule, and prove it."""
+    """Draw the schedule, and verify it."""
     echo(console, GridDrawing(schedule, aligned=None, width=console.width))
     lowered = lower(schedule) if schedule.compute_only else schedule
     findings = [str(finding) for finding in check(lowered)]
@@ -112,7 +112,7 @@ def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
         Text(
             f"lowered to {actions} actions: {summary} (under {safe})\n"
             f"{_assumed(schedule)}: {timeline.bubble_rate:.1%} bubble, "
-            f"{max(timeline.peak_memory):g} activations held at most\n"
+            f"at most {max(timeline.peak_memory):g} activations held\n"
         ),
         soft_wrap=True,
     )
@@ -127,7 +127,7 @@ def _proved(console: Console, schedule: Schedule) -> dict[str, Any]:
 
 
 class _Listener:
-    """Hears what the ranks write, and shows it."""
+    """Reads what the ranks write, and shows it."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -141,18 +141,18 @@ class _Listener:
 
     @property
     def gradients_are_right(self) -> bool | None:
-        """Whether they are; None if they have not been compared."""
+        """Whether the gradients match; None if they have not been compared."""
         return None if self._gradients is None else self._gradients["right"]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the results as JSON-compatible data."""
         rate = self._tokens * (len(self._losses) - 1) / self._seconds if self._seconds else None
         return {"losses": self._losses, "gradients": self._gradients, "tokens_per_second": rate}
 
     @contextmanager
     def progress_bar(self) -> Iterator[None]:
-        """A bar in the terminal, if it is one."""
+        """Show a progress bar if the output is a terminal."""
         if not self._console.is_terminal:
             yield
             return
@@ -162,14 +162,14 @@ class _Listener:
             MofNCompleteColumn(),
             TextColumn("{task.fields[summary]}"),
         )
-        # It is drawn when something happens: a thread of its own would be forked into the ranks.
+        # Redrawn on events: a refresh thread would be forked into the ranks.
         with Progress(*columns, console=self._console, auto_refresh=False, expand=True) as self._bar:
             self._bar.add_task("", total=self._steps, summary="starting")
             self._bar.refresh()
             yield
 
     def on_line(self, rank: int, is_error: bool, line: str) -> None:
-        """A line of a rank: an event, or whatever it has to say."""
+        """Handle a line of a rank: an event, or other output."""
         event = None if is_error or not line.startswith("{") else json.loads(line)
         if event is None:
             Console(stderr=True, highlight=False).print(Text(f"rank {rank}: {line}"), soft_wrap=True)
@@ -184,7 +184,7 @@ class _Listener:
 
     def _compared(self, facts: dict[str, Any]) -> None:
         self._gradients = facts
-        verdict = "are those of the unsplit model" if facts["right"] else "are not those of the unsplit model"
+        verdict = "match the unsplit model" if facts["right"] else "do not match the unsplit model"
         self._print(
             f"gradients of the first step {verdict}: largest difference {facts['difference']:.1e}, "
             f"largest gradient {facts['largest']:.1e}"
@@ -192,7 +192,7 @@ class _Listener:
 
     def _step(self, facts: dict[str, Any]) -> None:
         self._losses.append(facts["loss"])
-        if len(self._losses) > 1:  # before the first, shapes are agreed
+        if len(self._losses) > 1:  # the first step includes negotiating shapes
             self._seconds += facts["seconds"]
         number, last = facts["step"], facts["step"] == self._steps
         if self._bar is not None:
@@ -223,7 +223,7 @@ def _figures(makespan: float, busy: Any, idle: Any, ends: Any) -> dict[str, Any]
 
 
 def _compare(console: Console, timeline: Timeline, recorded: dict[str, Any]) -> None:
-    """Predicted beside measured, for every rank."""
+    """Print the predicted next to the measured times of every rank."""
     predicted, measured = _predicted(timeline), _measured(recorded)
     table = Table(box=None, pad_edge=False)
     table.add_column("rank", justify="right")
@@ -243,25 +243,25 @@ def _compare(console: Console, timeline: Timeline, recorded: dict[str, Any]) -> 
 
 
 def _explained(steps: int, ranks: int) -> list[str]:
-    """What the figures are."""
+    """Explain the figures."""
     if steps == 1:
-        lines = ["measured in the last step; predicted from what each action took in it, waiting left out"]
+        lines = ["measured in the last step; predicted from the time of each action in it, without waiting"]
     else:
         lines = [
-            f"measured in one of the last {steps} steps, the one of median length; "
-            "predicted from what each action took in all of them, waiting left out"
+            f"measured in the step of median length among the last {steps}; "
+            "predicted from the time of each action in all of them, without waiting"
         ]
     if ranks > (available := cores()):
         shared = "1 core" if available == 1 else f"{available} cores"
         lines.append(
-            f"{ranks} ranks share {shared} here, and wait for them; the prediction gives each rank its own, "
-            "and comes out too short"
+            f"{ranks} ranks share {shared} here, and wait for them; the prediction gives each rank its own core, "
+            "so it is too short"
         )
     return lines
 
 
 def _apart(predicted: float, measured: float) -> str:
-    """In percent.
+    """Return the difference in percent.
 
     >>> _apart(99.9, 100), _apart(90, 100), _apart(110, 100)
     ('0%', '-10%', '+10%')

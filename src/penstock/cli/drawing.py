@@ -1,4 +1,4 @@
-"""A schedule in colour, cut into blocks of steps that fit the width of the terminal."""
+"""Draws a schedule in colour, in blocks of steps that fit the width of the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IDLE_STYLE: Final = STYLES[IDLE].terminal
 
 
 class GridDrawing:
-    """A schedule laid out for a width; None puts all of it side by side. Painted block by block, when asked."""
+    """A schedule laid out for a width, or in one block without a width. Iteration draws block by block."""
 
     def __init__(self, schedule: Schedule, *, aligned: bool | None, width: int | None, colour: bool = True) -> None:
         self._schedule = schedule
@@ -45,11 +45,11 @@ class GridDrawing:
 
     @property
     def height(self) -> int:
-        """How many lines it takes, with the blank one after each block, the legend and the summary."""
+        """The number of lines, including the blank one after each block, the legend and the summary."""
         return len(self._cuts) * (len(self._lines) + 2) + (3 if self._remark else 2)
 
     def __iter__(self) -> Iterator[Text]:
-        """The blocks from left to right, then what the letters mean and what it is."""
+        """Yield the blocks from left to right, then the legend and the summary."""
         for start, end in self._cuts:
             paint = _block if self._colour else _plain_block
             yield paint(self._lines, range(start, end), self._widths, self._label).append("\n")
@@ -64,18 +64,18 @@ class GridDrawing:
 
 
 def _why_as_written(schedule: Schedule) -> str:
-    """Why an order is not aligned, if that is because it cannot run."""
+    """Return why a schedule is not aligned, if the reason is that it cannot run."""
     if schedule.lowered:
         return ""
     try:
         unit_steps(schedule)
     except ScheduleError as fact:
-        return f"it does not run: {fact}"
+        return f"this schedule does not run: {fact}"
     return ""
 
 
 def legend(schedule: Schedule) -> Text:
-    """What the letters in the picture mean, for those that are in it."""
+    """Return the meaning of the letters that appear in the drawing."""
     present = {part.computation_type for row in schedule.actions for cell in row if cell for part in cell.parts}
     text = Text("# ")
     for kind in (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
@@ -102,7 +102,7 @@ def _block(lines: Sequence[grid.Line], steps: range, widths: Sequence[int], labe
 
 
 def _plain_block(lines: Sequence[grid.Line], steps: range, widths: Sequence[int], label: int) -> Text:
-    """The same without colour, which is many times faster: for pipes and files."""
+    """Draw a block without colour, which is many times faster; for pipes and files."""
     rows = [[f"{'step':<{label}}", *(f"{step:<{widths[step]}}" for step in steps)]]
     for rank, cells in enumerate(lines):
         texts = (grid.cell_text(cells[step]) if step in cells else "" for step in steps)

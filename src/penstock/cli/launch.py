@@ -1,6 +1,6 @@
-"""Local processes, one for each rank: started together, heard line by line, and ended together.
+"""Starts local processes, one per rank, reads their output line by line, and terminates them together.
 
-It knows nothing of torch, so a launcher starts in no time and takes no memory beside what it starts.
+It does not import torch, so the launcher starts fast and takes little memory next to its processes.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-#: Gets a whole line of a rank, and whether it was written to stderr.
+#: Called with a rank, whether it wrote to stderr, and a whole line.
 OnLine = Callable[[int, bool, str], None]
 
-#: How long the others may go on when a rank has failed, so that they can say what they know of it, in seconds.
+#: How long the other ranks may continue after one has failed, to report what they know about it, in seconds.
 REPORT_GRACE: Final = 5.0
-#: How long processes have to end after SIGINT, and after SIGTERM.
+#: How long processes have to end after SIGINT, and after SIGTERM, in seconds.
 TERMINATE_AFTER: Final = 4.0
-#: How long to listen for what is still in the pipes when all processes have ended.
+#: How long to read what is still in the pipes after all processes have ended.
 _REST: Final = 1.0
-#: How often to look whether a process has ended.
+#: How often to check whether a process has ended.
 _TICK: Final = 0.05
 
 TIMED_OUT: Final = 124
 
-#: What ends the ranks, and then this process.
+#: The signals that terminate the ranks, and then this process.
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM)
 
-#: A line and its end. A progress bar ends its lines with a bare carriage return.
+#: A line and its ending. Progress bars end their lines with a bare carriage return.
 _LINE: Final = re.compile(rb"([^\r\n]*)(\r?\n|\r(?!\n)(?!\Z))")
 
-#: Reads process groups, and kills them if whoever has started them is gone before it could say that all is done.
+#: Reads process groups, and kills them if the process that started them disappears before it writes "done".
 _GUARD: Final = """
 while read -r group; do [ "$group" = done ] && exit; groups="$groups -$group"; done
 [ -n "$groups" ] && kill -9 $groups
@@ -48,11 +48,11 @@ while read -r group; do [ "$group" = done ] && exit; groups="$groups -$group"; d
 
 
 class RankExit(NamedTuple):
-    """How a rank has failed, before anyone ended it from here.
+    """How a rank failed on its own, before the launcher terminated it.
 
     Attributes:
-        rank: which.
-        status: its exit code; if a signal has killed it, the negative number of that.
+        rank: the rank.
+        status: its exit code; if a signal killed it, the negative number of the signal.
     """
 
     rank: int
@@ -60,22 +60,22 @@ class RankExit(NamedTuple):
 
     @property
     def code(self) -> int:
-        """What a shell would say of it: 128 and the signal, if one has killed it."""
+        """Its exit code as in a shell: 128 plus the signal, if one killed it."""
         return self.status if self.status > 0 else 128 - self.status
 
     @property
     def weight(self) -> int:
-        """The less, the likelier it is that others have failed because of it: their errors are exceptions, code 1."""
+        """How likely it is a consequence of another failure, lowest first: ranks that lose a peer exit with code 1."""
         return 0 if self.status < 0 else 1 if self.status != 1 else 2
 
 
 class Outcome(NamedTuple):
-    """How it ended.
+    """How the ranks ended.
 
     Attributes:
-        failures: of the ranks: killed ones, then exit codes other than 1, then 1; of the same kind as they ended.
-        timed_out: whether it took too long.
-        ended: the ranks that were ended from here.
+        failures: the failed ranks: killed ones, then exit codes other than 1, then 1; otherwise in order of time.
+        timed_out: whether they took too long.
+        ended: the ranks that the launcher terminated.
     """
 
     failures: tuple[RankExit, ...] = ()
@@ -84,32 +84,32 @@ class Outcome(NamedTuple):
 
     @property
     def code(self) -> int:
-        """0, or that of the first failure."""
+        """The exit code of the first failure, or 0."""
         if self.failures:
             return self.failures[0].code
         return TIMED_OUT if self.timed_out else 0
 
     @property
     def summary(self) -> str:
-        """In a few words; nothing if all went well."""
+        """A short description; empty if all went well."""
         if self.timed_out and not self.failures:
-            return "it took longer than --timeout allows; every process was ended"
+            return "timed out (--timeout); all processes were terminated"
         ranks: dict[int, list[int]] = {}
         for rank, status in self.failures:
             ranks.setdefault(status, []).append(rank)
         summary, before = [], 0
         for status, numbers in ranks.items():
             if status < 0:
-                summary.append(f"{_were(numbers)} ended by {_signal_name(-status)}")
+                summary.append(f"{_were(numbers)} killed by {_signal_name(-status)}")
             else:
                 summary.append(f"{_named(numbers)} {'' if before > 0 else 'failed '}with exit code {status}")
             before = status
-        rest = f"; {_were(self.ended)} ended after that" if summary and self.ended else ""
+        rest = f"; {_were(self.ended)} then terminated" if summary and self.ended else ""
         return ", ".join(summary) + rest
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """Some ranks in words."""
+    """Name some ranks."""
     *others, last = map(str, ranks)
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
@@ -133,16 +133,16 @@ def launch(
 ) -> Outcome:
     """Run a command once for each rank, and return when all have ended.
 
-    When a rank fails, the others are ended after a moment. Ctrl-C ends all: with SIGINT, then SIGTERM, then SIGKILL; a
-    second one at once. If this process is killed itself, they are killed too, and so are processes of theirs.
+    When a rank fails, the others are terminated after a moment. Ctrl-C terminates all ranks: with SIGINT, then SIGTERM,
+    then SIGKILL; a second Ctrl-C kills them at once. If this process is killed, so are the ranks and their children.
 
     Args:
-        command: what to run, e.g. ``[sys.executable, "train.py"]``.
-        ranks: how many.
-        on_line: gets what they write; by default they write where this process does.
-        timeout: how many seconds it may take.
-        interrupt: what they get first at Ctrl-C; SIGTERM for those that have nothing to save, and nothing to say.
-        environment: what to start from; by default that of this process.
+        command: the command, e.g. ``[sys.executable, "train.py"]``.
+        ranks: the number of ranks.
+        on_line: called with every line that they write; by default they write where this process does.
+        timeout: the number of seconds that they may take.
+        interrupt: the first signal they get on Ctrl-C; SIGTERM for processes with nothing to save or report.
+        environment: the base environment; by default that of this process.
     """
     given = os.environ if environment is None else environment
     with reserved_port() as port, _Signals() as signals, _Guard() as guard:
@@ -161,7 +161,7 @@ def launch(
 
 
 def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would set for a rank, and what makes several ranks on one machine behave."""
+    """Return the environment of a rank: what torchrun sets, and defaults for several ranks on one machine."""
     chosen = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
@@ -175,16 +175,16 @@ def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    # Those of a torchrun around this one would send the ranks to its store.
+    # Without the variables of an outer torchrun, which would make the ranks use its store.
     kept = {name: value for name, value in given.items() if not name.startswith("TORCHELASTIC_")}
     return {**chosen, **kept, **{name: str(value) for name, value in of_the_rank.items()}}
 
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of this machine that nobody gets by chance, until the ranks listen at it seconds later.
+    """Reserve a port of this machine until the ranks listen on it seconds later.
 
-    It is bound here, and not listened at; whoever asks for just this one, as the store of the ranks does, gets it.
+    It is bound here without listening: no other process is assigned it, but the store of the ranks can bind it.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,20 +193,21 @@ def reserved_port() -> Iterator[int]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Signals:
-    """SIGINT and SIGTERM as they come; only a second one is an exception, and only while the ranks are listened to.
+    """Records SIGINT and SIGTERM; only a second one raises, and only while the output of the ranks is read.
 
-    An exception may come up anywhere: between a line that was heard and the note that it was, so that it is heard again
-    or the next is lost. The second one has to: whoever hears may be stuck, writing into a pipe that nobody reads.
+    An exception may be raised anywhere, even between reading a line and recording that it was read, so that a line
+    would be repeated or lost. The second signal must raise nevertheless: ``on_line`` may be blocked, writing into a
+    pipe that is not read.
 
-    When one has come, this process is about to end, and ignores the rest.
+    After the first signal, this process is about to end, and ignores further ones when it leaves.
 
     Attributes:
-        came: the numbers of those that came.
+        came: the numbers of the signals received.
     """
 
     def __init__(self) -> None:
@@ -216,8 +217,8 @@ class _Signals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # One that is ignored, as in the background of a script, stays so; and one that is not Python's cannot be
-            # given back.
+            # A signal that is ignored, as in the background of a script, stays ignored; and a handler that was not
+            # installed by Python cannot be restored.
             heeded = [one for one in _ENDING if signal.getsignal(one) not in (signal.SIG_IGN, None)]
             self._before = {one: signal.signal(one, self._note) for one in heeded}
         return self
@@ -232,12 +233,12 @@ class _Signals:
 
     def _raise_second(self) -> None:
         if self._are_raised and len(self.came) > 1:
-            self._are_raised = False  # what follows ends the ranks, and must not be stopped
+            self._are_raised = False  # terminating the ranks must not be interrupted
             raise _end_by(self.came[0])
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise a second one within, also if both have come before."""
+        """Raise on a second signal within this block, even if both came before it."""
         self._are_raised = True
         try:
             self._raise_second()
@@ -247,15 +248,15 @@ class _Signals:
 
 
 def _end_by(number: int) -> BaseException:
-    """What this process ends with when a signal has ended the ranks."""
+    """Return what this process raises after a signal has terminated the ranks."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 class _Guard:
-    """A process that outlives this one, if need be, and then kills what this one has started.
+    """A process that kills the ranks if this process dies before them.
 
     Attributes:
-        is_needed: whether anything may be left of that.
+        is_needed: whether any rank may still run.
     """
 
     is_needed = True
@@ -273,7 +274,7 @@ class _Guard:
         return self
 
     def watch_me(self) -> None:
-        """Called in a process that has just been forked: so that there is no moment in which it is not watched."""
+        """Register a process that has just been forked, from within, so that it is guarded from the start."""
         os.write(self._writing, b"%d\n" % os.getpid())
 
     def __exit__(
@@ -287,14 +288,14 @@ class _Guard:
 
 
 class _Job:
-    """The processes, and what is to become of them."""
+    """The processes of all ranks, and the signals to send them."""
 
     def __init__(
         self, on_line: OnLine | None, timeout: float | None, interrupt: signal.Signals, signals: _Signals
     ) -> None:
         self._on_line = on_line
         self._interrupt = interrupt
-        #: Those that this process gets, and whether the first was passed on.
+        #: The signals that this process receives, and whether the first was passed on.
         self._signals = signals
         self._passed_on = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -302,11 +303,11 @@ class _Job:
         self._pipes = selectors.DefaultSelector()
         self._failures: list[RankExit] = []
         self._timed_out = False
-        #: Whether a signal was sent from here: from then on, to end is no failure.
+        #: Whether a signal was sent to the ranks; from then on, their exit is not a failure.
         self._ended = False
-        #: The ranks that it was sent to.
+        #: The ranks that the signal was sent to.
         self._ended_ranks: set[int] = set()
-        #: What to send when.
+        #: The signals to send, and when.
         self._orders: deque[tuple[float, signal.Signals]] = deque()
         self._deadline = None if timeout is None else time.monotonic() + timeout
 
@@ -320,7 +321,7 @@ class _Job:
             stdout=written,
             stderr=written,
             env=environment,
-            process_group=0,  # so that Ctrl-C in the terminal is for the launcher alone, which passes it on once
+            process_group=0,  # so that Ctrl-C in the terminal reaches only the launcher, which passes it on once
             preexec_fn=guard.watch_me,
         )
         self._processes.append(process)
@@ -331,7 +332,7 @@ class _Job:
                 self._pipes.register(pipe, selectors.EVENT_READ, _Lines(rank, is_error))
 
     def finish(self) -> Outcome:
-        """Wait for the end of all."""
+        """Wait until all ranks have ended."""
         rest = None
         while self._running or (self._pipes.get_map() and (rest is None or time.monotonic() < rest)):
             self._turn()
@@ -341,7 +342,7 @@ class _Job:
         return Outcome(tuple(failures), self._timed_out, tuple(sorted(self._ended_ranks)))
 
     def kill(self) -> None:
-        """Whatever still runs."""
+        """Kill the ranks that still run."""
         for rank in sorted(self._running):
             _send(self._processes[rank], signal.SIGKILL)
             self._processes[rank].wait()
@@ -374,7 +375,7 @@ class _Job:
         self._carry_out()
 
     def _look_after(self, rank: int) -> None:
-        """Take note if a rank has ended; what it has left behind ends with it."""
+        """Record whether a rank has ended, and kill the processes that it left."""
         process = self._processes[rank]
         if not _has_ended(process):
             return
@@ -408,21 +409,21 @@ class _Job:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has; it is not waited for, and so keeps its id."""
+    """Return whether a process has ended, without reaping it, so that its id stays valid."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Send a signal to a process and to those that it has started, as long as its id is its own."""
+    """Send a signal to a process and its children, while its id is still valid."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
 
 
 class _Lines:
-    """What comes out of a pipe, line by line."""
+    """Splits the output of a pipe into lines."""
 
     def __init__(self, rank: int, is_error: bool) -> None:
         self.rank = rank
@@ -430,7 +431,7 @@ class _Lines:
         self._rest = b""
 
     def more(self, piece: bytes) -> Iterator[str]:
-        """The lines that this piece completes; an empty one is the end."""
+        """Yield the lines that this piece completes; an empty piece is the end."""
         text, end = self._rest + piece, 0
         for found in _LINE.finditer(text):
             end = found.end()

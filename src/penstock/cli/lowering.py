@@ -1,4 +1,4 @@
-"""What the commands take that can lower a schedule first."""
+"""Defines the options of commands that can lower a schedule first."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ LookAhead: TypeAlias = Annotated[
     ),
 ]
 MergeBackward: TypeAlias = Annotated[
-    bool, typer.Option("--merge-backward", help="With --lower: make one B of an I and a W that stand together.")
+    bool, typer.Option("--merge-backward", help="With --lower: merge an adjacent I and W into one B.")
 ]
 NoUnshard: TypeAlias = Annotated[
-    bool, typer.Option("--no-unshard", help="With --lower: add no UNSHARD and RESHARD, which are for FSDP.")
+    bool, typer.Option("--no-unshard", help="With --lower: do not add UNSHARD and RESHARD, which are for FSDP.")
 ]
 
 
 class Lowering(NamedTuple):
-    """What was asked for."""
+    """The options of a command."""
 
     lower: bool
     defer_receives: bool
@@ -42,16 +42,12 @@ class Lowering(NamedTuple):
     no_unshard: bool
 
     def of(self, schedule: Schedule) -> Schedule:
-        """The schedule lowered as asked; itself if it was not asked for."""
+        """Lower the schedule as requested; return it unchanged without --lower."""
         if self.look_ahead is not None and not self.defer_receives:
-            raise typer.BadParameter(
-                "it says how receives are deferred; add --defer-receives", param_hint="--look-ahead"
-            )
+            raise typer.BadParameter("only applies with --defer-receives", param_hint="--look-ahead")
         for option in ("defer_receives", "merge_backward", "no_unshard"):
             if getattr(self, option) and not self.lower:
-                raise typer.BadParameter(
-                    "it says how to lower; add --lower", param_hint=f"--{option.replace('_', '-')}"
-                )
+                raise typer.BadParameter("only applies with --lower", param_hint=f"--{option.replace('_', '-')}")
         if not self.lower:
             return schedule
         return lower(

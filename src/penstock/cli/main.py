@@ -1,4 +1,4 @@
-"""Where the ``penstock`` command begins, and what it does with errors: one line, exit code 2."""
+"""Runs the ``penstock`` command, and reports errors in one line with exit code 2."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ INTERRUPTED = 130
 def main() -> None:
     """Run the command line."""
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `penstock show ... | head` ends like any other command
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `penstock show ... | head` ends quietly
     interrupted: list[int] = []
 
     def interrupt(number: int, _: object) -> NoReturn:
         interrupted.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in the background of a script
         signal.signal(signal.SIGINT, interrupt)
     try:
-        from penstock.cli.app import app  # that takes a moment, and may be interrupted as well
+        from penstock.cli.app import app  # takes a moment, and may be interrupted as well
 
         app()
     except KeyboardInterrupt:
@@ -36,9 +36,9 @@ def main() -> None:
     except (PenstockError, OSError) as error:
         _end(f"{error}", BAD_INPUT)
     except MemoryError:
-        _end("there is not enough memory for a schedule of this size", BAD_INPUT)
+        _end("not enough memory for a schedule of this size", BAD_INPUT)
     except Exception:
-        if interrupted:  # what was interrupted may say something else of it, as the compiler does
+        if interrupted:  # interrupted code may raise something else, as the compiler does
             sys.exit(INTERRUPTED)
         raise
 

@@ -23,7 +23,7 @@ from penstock.schedules.registry import RECIPES
 
 def show(
     source: Annotated[
-        str | None, typer.Argument(metavar="[NAME|FILE]", help="A schedule or a file; nothing lists the schedules.")
+        str | None, typer.Argument(metavar="[NAME|FILE]", help="A schedule or a file. Omit it to list the schedules.")
     ] = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
@@ -34,14 +34,14 @@ def show(
     merge_backward: MergeBackward = False,
     no_unshard: NoUnshard = False,
     as_written: Annotated[
-        bool, typer.Option("--as-written", help="Draw the rows cell by cell, not aligned by what waits for what.")
+        bool, typer.Option("--as-written", help="Draw the rows cell by cell, instead of aligning dependent actions.")
     ] = False,
     width: Width = None,
     machine: Json = False,
 ) -> None:
     """Draw a schedule: a line per rank, a column per step.
 
-    What is higher than the terminal goes through $PAGER.
+    A drawing that is taller than the terminal goes through $PAGER.
 
     Example: penstock show ZBVZeroBubble --ranks 4 --microbatches 8
 
@@ -68,10 +68,10 @@ def show(
 
 
 def page(console: Console, drawing: GridDrawing) -> None:
-    """Print the picture; through a pager if it is higher than the terminal."""
+    """Print the drawing, through a pager if it is taller than the terminal."""
     if console.is_terminal and drawing.height >= console.height:
         if hasattr(signal, "SIGPIPE"):
-            signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # whoever leaves the pager early has seen enough
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # leaving the pager early is not an error
         os.environ.setdefault("LESS", "-RSFX")  # colours as colours, long lines not folded
         click.echo_via_pager((_ansi(console, part, fold=drawing.is_folded) for part in drawing), color=True)
     else:
@@ -79,13 +79,13 @@ def page(console: Console, drawing: GridDrawing) -> None:
 
 
 def echo(console: Console, drawing: GridDrawing) -> None:
-    """Print the picture, however high it is."""
+    """Print the drawing, however tall it is."""
     for part in drawing:
         typer.echo(_ansi(console, part, fold=drawing.is_folded), nl=False, color=True)
 
 
 def _ansi(console: Console, text: Text, *, fold: bool) -> str:
-    """The text with the colours that this console can show: none if it is a pipe."""
+    """Return the text with the colours that this console can show: none if it is a pipe."""
     if console.color_system is None or console.no_color:
         text = Text(text.plain, no_wrap=text.no_wrap)
     with console.capture() as captured:
@@ -94,10 +94,10 @@ def _ansi(console: Console, text: Text, *, fold: bool) -> str:
 
 
 def _check_nothing_asked(options: dict[str, object]) -> None:
-    """Without a schedule there is nothing that these could be about."""
+    """Refuse options that need a schedule."""
     for option, value in options.items():
         if value is not None and value is not False:
-            raise typer.BadParameter("of which schedule? Name one, e.g. 1F1B", param_hint=f"--{option}")
+            raise typer.BadParameter("needs a schedule, e.g. penstock show 1F1B --ranks 4", param_hint=f"--{option}")
 
 
 def _list(console: Console, *, machine: bool) -> None:

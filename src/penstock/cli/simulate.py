@@ -1,4 +1,4 @@
-"""``penstock simulate``: what a schedule takes, and where the time goes."""
+"""``penstock simulate``: predict the time and memory of a schedule, and where they go."""
 
 from __future__ import annotations
 
@@ -44,21 +44,26 @@ def simulate_command(
     costs: CostsFile = None,
     per_rank: PerRank = False,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Place weight gradients for these costs, where the backward is split.")
+        bool,
+        typer.Option("--fit", help="Place weight gradients for these costs; for schedules that split the backward."),
     ] = False,
     model: ModelName = None,
     lower: Annotated[bool, typer.Option("--lower", help="Lower the schedule first, with sharding.")] = False,
-    steps: Annotated[int, typer.Option("--steps", help="How many steps to run, one after the other.")] = 1,
+    steps: Annotated[int, typer.Option("--steps", help="Number of consecutive steps.")] = 1,
     no_synchronise: Annotated[
         bool, typer.Option("--no-synchronise", help="Ranks do not wait for each other between steps.")
     ] = False,
-    noise: Annotated[float, typer.Option("--noise", help="How much actions vary by chance, e.g. 0.1.")] = 0.0,
-    stragglers: Annotated[float, typer.Option("--stragglers", help="How much ranks vary by chance.")] = 0.0,
-    samples: Annotated[int, typer.Option("--samples", help="How many samples to draw of that.")] = 1000,
-    seed: Annotated[int, typer.Option("--seed", help="Where the chance begins.")] = 0,
+    noise: Annotated[
+        float, typer.Option("--noise", help="Relative standard deviation of action times, e.g. 0.1.")
+    ] = 0.0,
+    stragglers: Annotated[
+        float, typer.Option("--stragglers", help="Relative standard deviation of rank speeds.")
+    ] = 0.0,
+    samples: Annotated[int, typer.Option("--samples", help="Number of random samples.")] = 1000,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed.")] = 0,
     output: Annotated[
         list[Path] | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write it too: .html, .json (a trace), .png, .svg."),
+        typer.Option("--output", "-o", metavar="FILE", help="Also write a file: .html, .json (a trace), .png or .svg."),
     ] = None,
     width: Width = None,
     machine: Json = False,
@@ -99,7 +104,7 @@ def simulate_command(
 
 @contextmanager
 def progress_bar(console: Console, total: int) -> Iterator[Callable[[], object] | None]:
-    """A bar in the terminal that goes on by one with every call; none if it goes to a pipe."""
+    """Show a progress bar in the terminal, and yield a function that advances it; None for a pipe."""
     if not console.is_terminal:
         yield None
         return
@@ -120,7 +125,7 @@ def paint(console: Console, timeline: Timeline) -> None:
 
 
 def numbers(timeline: Timeline) -> Table:
-    """A line of numbers per rank."""
+    """Return a table with a row of numbers per rank."""
     table = Table(box=None, pad_edge=False)
     for title in ("rank", "busy", "idle", "communication", "peak memory"):
         table.add_column(title, justify="right")
@@ -131,7 +136,7 @@ def numbers(timeline: Timeline) -> Table:
 
 
 def summary(timeline: Timeline, chance: Samples | None) -> list[str]:
-    """What it all comes to, in words."""
+    """Summarise the timeline in words."""
     lines = [
         f"makespan {format_number(timeline.makespan)}, of which {timeline.bubble_rate:.2%} is bubble; "
         f"span {format_number(timeline.span)}, {timeline.span_bubble_rate:.2%}; "
@@ -139,15 +144,15 @@ def summary(timeline: Timeline, chance: Samples | None) -> list[str]:
     ]
     if causes := timeline.idle_by_cause:
         shares = ", ".join(f"{cause} {format_number(time)}" for cause, time in causes.items())
-        lines.append(f"idle, over all ranks, by cause: {shares}")
+        lines.append(f"idle time of all ranks by cause: {shares}")
     if chance is not None:
         shown = ", ".join(f"{percent} % within {format_number(chance.percentile(percent))}" for percent in PERCENTILES)
-        lines.append(f"the makespan with chance, {len(chance)} samples: {shown}")
+        lines.append(f"makespan with random variation, {len(chance)} samples: {shown}")
     return lines
 
 
 def facts(timeline: Timeline, chance: Samples | None = None) -> dict[str, Any]:
-    """Everything, for machines."""
+    """Return everything as JSON-compatible data."""
     found: dict[str, Any] = {
         "name": timeline.schedule.metadata.get("name"),
         "makespan": timeline.makespan,

@@ -1,4 +1,4 @@
-"""What every command takes: the name of a schedule with its sizes, or a file."""
+"""Defines the arguments of every command: the name of a schedule with its sizes, or a file."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Source: TypeAlias = Annotated[
     str, typer.Argument(metavar="NAME|FILE", help="A schedule, or a .csv, .json or .txt file.")
 ]
 Ranks: TypeAlias = Annotated[
-    int | None, typer.Option("--ranks", "-r", help=f"How many ranks.  [default: {DEFAULT_RANKS}]")
+    int | None, typer.Option("--ranks", "-r", help=f"Number of ranks.  [default: {DEFAULT_RANKS}]")
 ]
 Microbatches: TypeAlias = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help=f"How many microbatches.  [default: {DEFAULT_MICROBATCHES}]")
+    int | None, typer.Option("--microbatches", "-m", help=f"Number of microbatches.  [default: {DEFAULT_MICROBATCHES}]")
 ]
 StagesPerRank: TypeAlias = Annotated[
     int | None,
-    typer.Option("--stages-per-rank", "-s", help="How many stages on each rank, where the schedule leaves a choice."),
+    typer.Option("--stages-per-rank", "-s", help="Number of stages per rank, for schedules that allow several."),
 ]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON for machines.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-#: How the name of a file ends that is of another kind than ours.
+#: The suffix of a file of another format.
 _SUFFIX: Final = re.compile(r"\.[A-Za-z]{1,4}")
 
 
 def schedule_from(
     source: str, *, ranks: int | None = None, microbatches: int | None = None, stages_per_rank: int | None = None
 ) -> Schedule:
-    """Read the file, or build the schedule of this name."""
+    """Read the file, or build the schedule with this name."""
     if not is_file(source):
         try:
             return build(
@@ -56,15 +56,15 @@ def schedule_from(
     sizes = {"ranks": ranks, "microbatches": microbatches, "stages-per-rank": stages_per_rank}
     for field, value in sizes.items():
         if value is not None:
-            raise SizeError(f"{source} has its own sizes; leave --{field} {value} out", field=field, value=value)
+            raise SizeError(f"{source} has its own sizes; omit --{field} {value}", field=field, value=value)
     return read(source)
 
 
 def build_fitted(source: str, plain: Schedule, costs: Costs) -> Schedule:
-    """The schedule of this name, built again for these costs."""
+    """Build the schedule with this name again for these costs."""
     if is_file(source) or not recipe(source).fits_costs:
-        why = "has its own order" if is_file(source) else "has the same order whatever the costs"
-        raise SizeError(f"{source} {why}; leave --fit out", field="fit", value=True)
+        why = "has its own order" if is_file(source) else "does not depend on costs"
+        raise SizeError(f"{source} {why}; omit --fit", field="fit", value=True)
     stages_per_rank = plain.stages // plain.ranks
     return build(
         source, ranks=plain.ranks, microbatches=plain.microbatches, stages_per_rank=stages_per_rank, costs=costs
@@ -72,13 +72,13 @@ def build_fitted(source: str, plain: Schedule, costs: Costs) -> Schedule:
 
 
 def is_file(source: str) -> bool:
-    """Whether this means a file: it is called like one, or it is there and no schedule has this name."""
+    """Return whether this is a file: it is named like one, or it exists and no schedule has this name."""
     path = Path(source)
     if path.suffix.lower() in FORMATS or len(path.parts) > 1:
         return True
     if _is_name(source):
         return False
-    with suppress(OSError, ValueError):  # too long a name, or a NUL in it
+    with suppress(OSError, ValueError):  # a name that is too long, or contains a NUL
         return _SUFFIX.fullmatch(path.suffix) is not None or path.exists()
     return False
 
@@ -92,7 +92,7 @@ def _is_name(source: str) -> bool:
 
 
 def parse_model(text: str) -> CommModel:
-    """The communication model that is written as ``buffering:lanes``."""
+    """Parse a communication model written as ``buffering:lanes``."""
     buffering, colon, lanes = text.partition(":")
     if not colon:
         raise ModelError(f"{text!r} is not a communication model; write e.g. 'rendezvous:pair' or 'bounded(2):rank'")

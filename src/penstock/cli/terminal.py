@@ -1,4 +1,4 @@
-"""The terminal, and how wide it is."""
+"""Creates the console, and decides how wide it is."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Annotated, Final, TypeAlias
 import typer
 from rich.console import Console
 
-#: Nothing is laid out for less: the table of communication models is as wide as that.
+#: The minimum width, that of the table of communication models.
 NARROWEST: Final = 44
 
 Width: TypeAlias = Annotated[
-    int | None, typer.Option("--width", min=20, help="Fit into so many columns; by default into the terminal.")
+    int | None, typer.Option("--width", min=20, help="Width in columns (default: the terminal's).")
 ]
 
 
 def terminal(width: int | None = None) -> Console:
-    """The terminal, or the pipe that there is in its place; of this width, if given."""
+    """Return the console for the terminal, or for the pipe in its place, with this width if given."""
     console = Console(highlight=False, width=width)
     if width is None and console.width < NARROWEST:  # COLUMNS=0, most likely
         console.width = NARROWEST
@@ -24,5 +24,5 @@ def terminal(width: int | None = None) -> Console:
 
 
 def layout_width(console: Console, width: int | None = None) -> int | None:
-    """The width that pictures have to fit into; None for a pipe, unless a width was asked for."""
+    """Return the width that drawings have to fit; None for a pipe, unless a width was requested."""
     return console.width if width is not None or console.is_terminal else None

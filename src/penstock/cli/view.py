@@ -1,4 +1,4 @@
-"""``penstock view``: an interactive page of one schedule, or of several on one axis of time."""
+"""``penstock view``: write an interactive page of one schedule, or of several on one time axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.view.page import write_page
 
 
 def view(
-    sources: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", help="Schedules, or files of them.")],
+    sources: Annotated[list[str], typer.Argument(metavar="NAME|FILE...", help="Schedules or files.")],
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
@@ -25,21 +25,23 @@ def view(
     per_rank: PerRank = False,
     model: ModelName = None,
     memory_limit: Annotated[
-        float | None, typer.Option("--memory-limit", min=0.0, help="How much memory a rank has, to be drawn.")
+        float | None, typer.Option("--memory-limit", min=0.0, help="Memory of a rank, drawn as a line.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page.")] = Path("timeline.html"),
-    show: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The page to write.")] = Path(
+        "timeline.html"
+    ),
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     machine: Json = False,
 ) -> None:
-    """Write a page to look at: zoom, hover, click. It is one file and needs nothing else.
+    """Write an interactive page: zoom, hover, click. It is a single, self-contained file.
 
-    Several schedules stand under each other on one axis of time. As in penstock compare, costs are then those of whole
-    ranks, whose stages share them equally. Sizes are for schedules that are named; files have their own.
+    Several schedules are shown below each other on one time axis. As in penstock compare, costs are then those of whole
+    ranks, shared equally by their stages. Sizes apply to named schedules; files have their own.
 
     Example: penstock view 1F1B ZBVZeroBubble --ranks 4 --microbatches 8 -o compare.html
     """
     if output.suffix.lower() not in (".html", ".htm"):
-        raise WriteError(f"{output}: a page is written to *.html; for others, penstock simulate -o")
+        raise WriteError(f"{output}: a page must be *.html; for other formats, use penstock simulate -o")
     given, behaves = costs_from(costs), None if model is None else parse_model(model)
     named_ones = [source for source in sources if not is_file(source)]
     timelines, titles = [], []

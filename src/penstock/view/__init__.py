@@ -1,3 +1,3 @@
-"""What a simulation looks like: a page, a trace, a chart, the terminal."""
+"""Draws a simulation: as a page, a trace, a chart, or in the terminal."""
 
-from penstock.view import chart, page, trace  # noqa: F401  # they register what they write
+from penstock.view import chart, page, trace  # noqa: F401  # they register their writers

@@ -1,4 +1,4 @@
-"""What is drawn of a timeline: a block for everything that a rank runs itself, as arrays."""
+"""Computes the bars of a timeline, one for every action that a rank runs itself, as arrays."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
-#: The looks by number.
+#: The names of the styles; styles are numbered by their index here.
 NAMES: Final = tuple(STYLES)
 
-#: The block of a slice of time in whose middle nothing runs.
+#: The bar of a slice of time in whose middle nothing runs.
 NO_BAR: Final = -1
 
 _STYLE_OF_TYPE: Final = np.array([NAMES.index(IDLE), *(NAMES.index(style_name(kind)) for kind in packed.TYPE_NUMBER)])
@@ -32,16 +32,16 @@ _STYLE_OF_TYPE: Final = np.array([NAMES.index(IDLE), *(NAMES.index(style_name(ki
 
 @dataclass(frozen=True, eq=False)
 class Bars:
-    """What ranks run and when: rank by rank, and in the order of time.
+    """What ranks run and when: rank by rank, in order of time.
 
     Attributes:
-        ranks: how many ranks there are.
-        extent: when the last block ends.
-        rank: the rank of each block.
+        ranks: the number of ranks.
+        extent: when the last bar ends.
+        rank: the rank of each bar.
         start: when each starts.
         end: when each ends.
-        codes: the packed actions, one after the other.
-        first: for each block its first action in ``codes``; an overlap has several.
+        codes: the packed actions.
+        first: for each bar, its first action in ``codes``; an overlap has several.
     """
 
     ranks: int
@@ -57,40 +57,40 @@ class Bars:
 
     @cached_property
     def last(self) -> Ints:
-        """For each block where its actions end in ``codes``."""
+        """For each bar, where its actions end in ``codes``."""
         return np.append(self.first[1:], len(self.codes))[: len(self.first)]
 
     @cached_property
     def style(self) -> Ints:
-        """The look of each, by its number in ``NAMES``."""
+        """The style of each bar, by its number in ``NAMES``."""
         styles = _STYLE_OF_TYPE[packed.types(self.codes[self.first])]
         return np.where(self.last - self.first > 1, NAMES.index(style_name(OVERLAP_F_B)), styles)
 
     @cached_property
     def microbatch(self) -> Ints:
-        """The microbatch of each, -1 where there is none, or several."""
+        """The microbatch of each bar, -1 if it has none or several."""
         return np.where(self.last - self.first > 1, -1, packed.microbatches(self.codes[self.first]))
 
     @cached_property
     def numbers(self) -> list[str]:
-        """The microbatch of each as text: nothing where there is none, ``4+1`` for an overlap."""
+        """The microbatch of each bar as text: empty if it has none, ``4+1`` for an overlap."""
         numbers = ["" if number < 0 else str(number) for number in packed.microbatches(self.codes).tolist()]
         bounds = zip(self.first.tolist(), self.last.tolist(), strict=True)
         return ["+".join(numbers[first:last]) for first, last in bounds]
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """The action of each."""
+        """The action of each bar."""
         return tuple(action for action in packed.unpack_cells(self.codes) if action is not None)
 
     def of_rank(self, rank: int) -> slice:
-        """Which blocks are those of a rank."""
+        """Return the slice of the bars of a rank."""
         begin, end = np.searchsorted(self.rank, [rank, rank + 1]).tolist()
         return slice(begin, end)
 
 
 def bars_of(timeline: Timeline) -> Bars:
-    """The blocks of a timeline; what takes no time has none."""
+    """Return the bars of a timeline; actions that take no time have none."""
     graph = timeline.step_graph
     cells = graph.blocking[timeline.end[graph.blocking] > timeline.start[graph.blocking]]
     ends = np.append(graph.first_action[1:], len(graph.actions))
@@ -105,7 +105,7 @@ def bars_of(timeline: Timeline) -> Bars:
 
 
 def shares(bars: Bars, columns: int) -> Floats:
-    """How long each look runs in each slice of time: for every rank, column and look. Idle is what is left."""
+    """Return how long each style runs in each slice of time, by rank, column and style. The rest is idle."""
     edges = np.linspace(0.0, bars.extent, columns + 1)
     taken = np.zeros((bars.ranks, columns, len(NAMES)))
     for rank in range(bars.ranks):
@@ -122,9 +122,9 @@ def shares(bars: Bars, columns: int) -> Floats:
 
 
 def columns_of(bars: Bars, columns: int) -> tuple[Ints, Ints]:
-    """What each slice of time shows, for every rank and column: the look that runs most of it, and the block.
+    """Return what each slice of time shows, by rank and column: the style that runs most of it, and the bar.
 
-    The block is the one in the middle, which also decides between looks that run for as long; or ``NO_BAR``.
+    The bar is the one in the middle, or ``NO_BAR``; it also decides between styles that run equally long.
     """
     taken, owners = shares(bars, columns), _owners(bars, columns)
     style = np.where(owners == NO_BAR, NAMES.index(IDLE), bars.style[owners] if len(bars) else 0)
@@ -134,7 +134,7 @@ def columns_of(bars: Bars, columns: int) -> tuple[Ints, Ints]:
 
 
 def _owners(bars: Bars, columns: int) -> Ints:
-    """The block in the middle of each slice of time, for every rank and column."""
+    """Return the bar in the middle of each slice of time, by rank and column."""
     middles = (np.arange(columns) + 0.5) * (bars.extent / columns)
     owners = np.full((bars.ranks, columns), NO_BAR)
     for rank in range(bars.ranks):

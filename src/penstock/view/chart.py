@@ -1,7 +1,7 @@
-"""A timeline as the figure that a paper would print: PNG or SVG, drawn by matplotlib.
+"""Draws a timeline as a figure for a paper, as PNG or SVG with matplotlib.
 
-Ranks are rows, blocks have the colour of their type and the number of their microbatch. If ranks hold several stages, a
-dark foot tells them apart: none for the first, and higher for each that follows.
+Ranks are rows, and bars have the colour of their type and the number of their microbatch. If ranks hold several stages,
+a dark foot distinguishes them: none for the first, and higher for each later one.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ if TYPE_CHECKING:
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
 
-#: Above this nobody can see single blocks any more.
+#: With more bars, single ones could not be seen.
 MOST_BARS: Final = 50_000
 
 _MOST_LABELS: Final = 3_000
 _FONT_SIZES: Final = (7.0, 5.5)
 _POINTS: Final = 72.0
-_DIGIT: Final = 0.62  # the width of a digit in the size of its font
-_SIDES: Final = 1.0  # inches left and right of the blocks
+_DIGIT: Final = 0.62  # the width of a digit, relative to the font size
+_SIDES: Final = 1.0  # inches left and right of the bars
 _LEGEND_ENTRY: Final = 1.2  # inches
-_HIGHEST_FOOT: Final = 0.18  # in the height of a block
+_HIGHEST_FOOT: Final = 0.18  # relative to the height of a bar
 _SETTINGS: Final[dict[Any, Any]] = {"svg.fonttype": "none", "svg.hashsalt": "penstock", "font.size": 8.0}
 
 
 def write_chart(timeline: Timeline, path: Path) -> None:
-    """Write a chart; the suffix says whether as PNG or as SVG. All of it or nothing.
+    """Write a chart as PNG or SVG, depending on the suffix, completely or not at all.
 
     Raises:
         WriteError: matplotlib is not installed, there are too many actions, or the file cannot be written.
     """
     if find_spec("matplotlib") is None:
-        raise WriteError("charts are drawn by matplotlib, which is not installed: pip install 'penstock[chart]'")
+        raise WriteError("charts need matplotlib, which is not installed: pip install 'penstock[chart]'")
     bars = bars_of(timeline)
     if len(bars) > MOST_BARS:
         raise WriteError(
-            f"a chart of {len(bars)} actions is too dense to read, {MOST_BARS} at most: "
-            f"write *.html or *.json, which zoom"
+            f"a chart of {len(bars)} actions would be too dense to read (at most {MOST_BARS}); "
+            f"write *.html or *.json, which can be zoomed"
         )
     from matplotlib import rc_context
 
     image = BytesIO()
     kind = path.suffix.lower().lstrip(".")
     with rc_context(_SETTINGS):
-        # Without the date the same timeline gives the same file.
+        # Without the date, the same timeline gives the same file.
         figure(timeline, bars).savefig(image, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else {})
     with atomic_file(path) as file:
         file.write(image.getvalue())
 
 
 def figure(timeline: Timeline, bars: Bars) -> Figure:
-    """The chart as a figure."""
+    """Draw the chart as a figure."""
     from matplotlib.figure import Figure
 
     parts = _parts(timeline, bars)
@@ -89,7 +89,7 @@ def figure(timeline: Timeline, bars: Bars) -> Figure:
 
 
 class _Parts(NamedTuple):
-    """What is drawn in one colour: blocks, and the actions of overlaps, which share the height of a block."""
+    """What is drawn in one colour: bars, and the actions of overlaps, which share the height of a bar."""
 
     rank: Ints
     start: Floats
@@ -133,7 +133,7 @@ class _Layout:
 
     @cached_property
     def width(self) -> float:
-        """Of all blocks: so that a number fits into a short one, as far as a page allows."""
+        """The width of all bars, so that a number fits into a short one, as far as a page allows."""
         if not len(self.parts.length):
             return 6.0
         short = float(np.percentile(self.parts.length, 20))
@@ -142,7 +142,7 @@ class _Layout:
 
     @cached_property
     def height(self) -> float:
-        """Of all ranks."""
+        """The height of all ranks."""
         tall = 0.34 if (self.parts.height < 1).any() else 0.27
         return min(self.ranks * tall, max(12.0, self.ranks * 0.05))
 
@@ -153,17 +153,17 @@ class _Layout:
 
     @property
     def lengths(self) -> Floats:
-        """Of every part, in points."""
+        """The length of every part, in points."""
         return self.parts.length / self.extent * self.width * _POINTS
 
     @property
     def above_feet(self) -> float:
-        """The share of the height of a part that is above the highest foot, where the numbers stand."""
+        """The share of the height of a part above the highest foot, where the numbers are."""
         return 1.0 - float(self.parts.foot.max(initial=0.0))
 
     @property
     def block(self) -> float:
-        """The height of a block, in rows."""
+        """The height of a bar, in rows."""
         return 0.86 if self.row > 4 else 1.0
 
 
@@ -185,7 +185,7 @@ def _draw_bars(axes: Axes, layout: _Layout) -> None:
 def _add(axes: Axes, shapes: Floats, **style: Any) -> None:
     from matplotlib.collections import PolyCollection
 
-    vertices: Any = shapes  # an array is drawn at once; its type asks for a list
+    vertices: Any = shapes  # an array is faster than the list that the type asks for
     axes.add_collection(PolyCollection(vertices, **{"linewidths": 0, **style}), autolim=False)
 
 
@@ -196,7 +196,7 @@ def _rectangles(start: Floats, length: Floats, top: Floats, height: Floats) -> F
 
 
 def _draw_labels(axes: Axes, layout: _Layout) -> None:
-    """The numbers of microbatches, where they fit."""
+    """Draw the numbers of microbatches where they fit."""
     parts = layout.parts
     for size in _FONT_SIZES:
         fits = _fitting(layout, size)
@@ -218,7 +218,7 @@ def _draw_labels(axes: Axes, layout: _Layout) -> None:
 
 
 def _fitting(layout: _Layout, size: float) -> Ints:
-    """The parts whose number fits in at this size of the font."""
+    """Return the parts whose number fits at this font size."""
     parts = layout.parts
     digits = np.floor(np.log10(np.maximum(parts.microbatch, 1))) + 1
     wide = layout.lengths >= digits * size * _DIGIT + 1
@@ -241,7 +241,7 @@ def _draw_frame(axes: Axes, layout: _Layout) -> None:
 
 
 def _draw_words(drawn: Figure, axes: Axes, timeline: Timeline, parts: _Parts) -> None:
-    """What it is, above; the legend, below."""
+    """Draw the title above and the legend below."""
     from matplotlib.patches import Patch
 
     present = {NAMES[number] for number in np.unique(parts.style).tolist()} | {IDLE}

@@ -1,6 +1,6 @@
-"""Small pictures for notebooks: inline SVG that needs nothing else, with numbers below.
+"""Draws small pictures for notebooks: self-contained inline SVG, with numbers below.
 
-Some hundred blocks are drawn one by one. Of more than that a coarse picture shows what runs most of the time.
+Up to a few hundred bars are drawn one by one. With more, a coarse picture shows what runs most of the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MOST_BARS: Final = 600
 _MOST_RANKS: Final = 32
-_MOST_ALIGNED: Final = 20_000  # actions, above which it would take too long
+_MOST_ALIGNED: Final = 20_000  # actions; with more, aligning would take too long
 
 _LEFT, _ACROSS, _RIGHT = 60, 800, 110
 _ROW: Final = 22
@@ -37,13 +37,13 @@ _DIGIT: Final = 7
 
 
 def schedule_html(schedule: Schedule) -> str:
-    """A schedule: a column per step, as ``schedule.grid()`` draws it."""
+    """Draw a schedule with a column per step, like ``schedule.grid()``."""
     bars = _steps(schedule)
     return _page(_svg(bars, [], "step"), bars, [schedule.summary])
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """A timeline to scale, with the numbers of each rank."""
+    """Draw a timeline to scale, with the numbers of each rank."""
     bars = bars_of(timeline)
     makespan = timeline.makespan or 1.0
     numbers = zip(timeline.busy, timeline.peak_memory, strict=True)
@@ -54,7 +54,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def _steps(schedule: Schedule) -> Bars:
-    """Every action as a block of one step, in the column where ``schedule.grid()`` draws it."""
+    """Return every action as a bar of one step, in the column where ``schedule.grid()`` draws it."""
     columns = grid.cell_columns(schedule) if len(schedule.codes) <= _MOST_ALIGNED else None
     joined = packed.is_joined(schedule.codes)
     starts = np.flatnonzero(~joined)
@@ -94,7 +94,7 @@ def _svg(bars: Bars, remarks: Sequence[str], axis: str) -> str:
 
 
 def _rows(shown: int, ranks: int, remarks: Sequence[str]) -> Iterator[str]:
-    """The ranks, their numbers, and what is idle unless something is drawn on it."""
+    """Yield the names and numbers of the ranks, and a background of idle time."""
     for rank in range(shown):
         yield f'<text x="0" y="{rank * _ROW + 14}">rank {rank}</text>'
         yield _rectangle(_LEFT, _ACROSS, rank * _ROW + 1, _ROW - 2, IDLE)
@@ -105,7 +105,7 @@ def _rows(shown: int, ranks: int, remarks: Sequence[str]) -> Iterator[str]:
 
 
 def _single(bars: Bars, scale: float) -> Iterator[str]:
-    """Every block; the actions of an overlap on top of each other."""
+    """Yield every bar, with the actions of an overlap on top of each other."""
     actions = iter(bars.actions)
     for rank, start, end in zip(bars.rank.tolist(), bars.start.tolist(), bars.end.tolist(), strict=True):
         action = next(actions)
@@ -126,7 +126,7 @@ def _single(bars: Bars, scale: float) -> Iterator[str]:
 
 
 def _coarse(bars: Bars, shown: int) -> Iterator[str]:
-    """What runs most of each slice of time; slices that look the same are drawn as one."""
+    """Yield what runs most of each slice of time; adjacent slices with the same style are drawn as one."""
     columns = min(_ACROSS // 2, 4 * _MOST_BARS // shown)
     styles, _ = columns_of(bars, columns)
     step = _ACROSS / columns
@@ -138,7 +138,7 @@ def _coarse(bars: Bars, shown: int) -> Iterator[str]:
 
 
 def _axis(extent: float, bottom: int, word: str) -> Iterator[str]:
-    """Round times where they begin; of steps, which are not divided, whole ones only."""
+    """Yield round times at their positions; for steps, only whole numbers."""
     yield f'<text x="0" y="{bottom}">{word}</text>'
     if not extent:
         return

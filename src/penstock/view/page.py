@@ -1,7 +1,7 @@
-"""A timeline as a page: one HTML file that needs nothing else, to explore in any browser.
+"""Writes timelines as a page: a self-contained HTML file to explore in any browser.
 
-What stands in ``assets/`` is put into one file, together with the facts as JSON. The scripts put text into the page as
-text only, and the content policy of the page allows no script but ours and no request at all.
+The files in ``assets/`` are combined into one, together with the data as JSON. The scripts put text into the page as
+text only, and the content policy of the page allows no other scripts and no requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: The scripts in the order in which they build on each other.
+#: The scripts in the order in which they depend on each other.
 _SCRIPTS: Final = (
     "numbers.js",
     "timeline.js",
@@ -41,7 +41,7 @@ _SCRIPTS: Final = (
     "main.js",
 )
 
-#: What could end the element that the JSON stands in; the same characters, as JSON escapes them.
+#: JSON escapes of the characters that could end the element that contains the JSON.
 _ESCAPES: Final = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
@@ -52,16 +52,16 @@ def write_page(
     titles: Sequence[str] | None = None,
     memory_limit: float | None = None,
 ) -> None:
-    """Write a page with one timeline, or with several under each other on one axis of time.
+    """Write a page with one timeline, or with several below each other on one time axis.
 
     Args:
-        timelines: what to show.
-        path: the file, which is replaced if it is there.
-        titles: what to call them; by default the names of their schedules.
-        memory_limit: how much memory a rank has, to be drawn as a line.
+        timelines: the timelines.
+        path: the file; an existing one is replaced.
+        titles: their titles; by default the names of their schedules.
+        memory_limit: the memory of a rank, drawn as a line.
 
     Raises:
-        WriteError: the file cannot be written, or there is nothing that can be drawn.
+        WriteError: the file cannot be written, or there is nothing to draw.
     """
     shown = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     page = page_of(shown, titles=titles, memory_limit=memory_limit)
@@ -70,13 +70,13 @@ def write_page(
 
 
 def page_of(timelines: Sequence[Timeline], *, titles: Sequence[str] | None, memory_limit: float | None) -> str:
-    """The text of the page."""
+    """Return the text of the page."""
     if not timelines:
-        raise WriteError("a page shows at least one timeline")
+        raise WriteError("a page needs at least one timeline")
     if titles is not None and len(titles) != len(timelines):
-        raise WriteError(f"there are {len(timelines)} timelines, but {len(titles)} titles: give one for each")
+        raise WriteError(f"there are {len(timelines)} timelines, but {len(titles)} titles; pass one for each")
     if memory_limit is not None and not (math.isfinite(memory_limit) and memory_limit >= 0):
-        raise WriteError(f"the memory limit must be at least 0, not {memory_limit!r}")
+        raise WriteError(f"memory_limit must be at least 0, got {memory_limit!r}")
     named = [str(title) for title in titles] if titles is not None else [_title(timeline) for timeline in timelines]
     style = _asset("page.css")
     script = "(() => {\n'use strict';\n" + "\n".join(map(_asset, _SCRIPTS)) + "})();\n"
@@ -101,7 +101,7 @@ def _json(facts: dict[str, Any]) -> str:
 
 
 def _policy(*, script: str, style: str) -> str:
-    """Nothing is loaded, and nothing runs but these two, which are known by their hashes."""
+    """Return a policy that loads nothing, and allows only this script and this style, by their hashes."""
     return (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"

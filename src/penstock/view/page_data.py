@@ -1,4 +1,4 @@
-"""What a page knows of timelines: plain arrays and words, as JSON holds them."""
+"""Collects the data of a page: arrays and texts that JSON can represent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STYLE_NAMES = tuple(STYLES)
 
 
 def facts_of_page(timelines: Sequence[Timeline], titles: Sequence[str], memory_limit: float | None) -> dict[str, Any]:
-    """Everything that the page shows."""
+    """Return everything that the page shows."""
     return {
         "styles": [{"name": name, **_style_data(name)} for name in STYLES],
         "causes": CAUSES,
@@ -42,7 +42,7 @@ def _style_data(name: str) -> dict[str, str]:
 
 
 def facts_of_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
-    """Everything that the page shows of one timeline."""
+    """Return everything that the page shows of one timeline."""
     schedule = timeline.step_graph.schedule
     return {
         "title": title,
@@ -64,7 +64,7 @@ def facts_of_timeline(timeline: Timeline, title: str) -> dict[str, Any]:
 
 
 def _cells(timeline: Timeline) -> dict[str, Any]:
-    """The actions rank by rank in order, sends and receives too; ``first`` is where each rank begins."""
+    """Return the actions, including sends and receives, rank by rank; ``first`` is where each rank begins."""
     graph = timeline.step_graph
     return {
         "first": graph.actions.first_cell.tolist(),
@@ -78,7 +78,7 @@ def _cells(timeline: Timeline) -> dict[str, Any]:
 
 
 def _styles(timeline: Timeline) -> Ints:
-    """The look of each cell, by its place among all looks."""
+    """Return the style of each cell, by its number."""
     graph = timeline.step_graph
     of_type = np.array([0, *(_STYLE_NAMES.index(style_name(kind)) for kind in packed.TYPE_NUMBER)])
     styles = of_type[graph.actions.kind[graph.first_action]]
@@ -87,7 +87,7 @@ def _styles(timeline: Timeline) -> Ints:
 
 
 def _edges(timeline: Timeline) -> dict[str, Any]:
-    """What each node waited for longest, and all that needs it; nodes beyond the cells are ends of steps."""
+    """Return what each node waited for longest, and all that needs it; nodes after the cells are ends of steps."""
     graph = timeline.step_graph
     needed = np.flatnonzero(_is_need(timeline))
     needed = needed[np.argsort(graph.source[needed], kind="stable")]
@@ -101,7 +101,7 @@ def _edges(timeline: Timeline) -> dict[str, Any]:
 
 
 def _is_need(timeline: Timeline) -> NDArray[np.bool_]:
-    """Whether each edge is one of data or of order: not the queue of a lane, nor a receive that is posted."""
+    """Return whether each edge is one of data or order, rather than the queue of a lane or a posted receive."""
     graph = timeline.step_graph
     is_need = ~np.isin(graph.reason, [LANE, ROOM])
     waiting = graph.events.waiting
@@ -123,7 +123,7 @@ def _waits(timeline: Timeline) -> dict[str, Any]:
 
 
 def _transfers(timeline: Timeline) -> dict[str, Any]:
-    """In the order in which they set out, so that those in view stand together."""
+    """Return the transfers sorted by start, so that those in view are adjacent."""
     transfers = sorted(timeline.transfers, key=lambda transfer: transfer.start)
     return {
         "source": [transfer.source for transfer in transfers],
@@ -136,13 +136,13 @@ def _transfers(timeline: Timeline) -> dict[str, Any]:
 
 
 def _curve(curve: MemoryCurve) -> dict[str, Any]:
-    """The curve without the times at which nothing changes."""
+    """Return the curve without the times at which nothing changes."""
     changes = np.append(True, np.diff(curve.values) != 0)
     return {"time": _short(curve.times[changes].tolist()), "value": _short(curve.values[changes].tolist())}
 
 
 def _short(numbers: Iterable[float]) -> list[float]:
-    """The numbers without the noise of their last digits, which would make up half of the file."""
+    """Round off the noise in the last digits, which would make up half of the file."""
     return [_whole(float(f"{number:.12g}")) for number in numbers]
 
 

@@ -1,7 +1,7 @@
-"""The one home of the colours: what every type of action looks like, on the page, in a chart and in the terminal.
+"""Defines the style of every type of action, for the page, charts and the terminal.
 
-The colours are those of Okabe and Ito, which people with any kind of colour vision can tell apart. The terminal has the
-nearest of its own names, for text, and the colours themselves behind blocks.
+The colours are those of Okabe and Ito, which people with any kind of colour vision can distinguish. The terminal uses
+its closest named colours for text, and the colours themselves as the background of bars.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Style(NamedTuple):
     """How something is drawn.
 
     Attributes:
-        letter: what stands for it where there is no colour.
-        meaning: what it is, for a legend.
-        colour: what its block is filled with.
-        ink: what is legible on that.
-        terminal: the colour of its text in a terminal, by a name that every terminal knows.
+        letter: the letter that represents it without colour.
+        meaning: its description in a legend.
+        colour: the colour of its bar.
+        ink: a legible text colour on the bar.
+        terminal: the colour of its text in a terminal, by a standard name.
     """
 
     letter: str
@@ -36,7 +36,7 @@ class Style(NamedTuple):
 
     @property
     def block(self) -> str:
-        """The style of its block in a terminal."""
+        """The style of its bar in a terminal."""
         return f"{self.ink} on {self.colour}"
 
 
@@ -45,7 +45,7 @@ PARAMETERS: Final = "sharding"
 TRANSFER: Final = "transfer"
 IDLE: Final = "idle"
 
-#: By what is drawn: the compute types by their text form; the order is that of a legend.
+#: The styles in the order of a legend; those of compute types by their text form.
 STYLES: Final = {
     "F": Style("F", "forward", "#0072b2", _WHITE, "bold blue"),
     "B": Style("B", "backward", "#009e73", _BLACK, "bold green"),
@@ -59,7 +59,7 @@ STYLES: Final = {
 
 
 def style_name(kind: ComputationType) -> str:
-    """Which of the looks a type of action has.
+    """Return the name of the style of a type of action.
 
     >>> from penstock.ir.actions import ComputationType
     >>> style_name(ComputationType.FORWARD), style_name(ComputationType.SEND_F)

@@ -1,4 +1,4 @@
-"""A timeline to scale in text: a line per rank, a column per slice of time. Whoever prints it chooses the colours.
+"""Draws a timeline to scale as text: a line per rank, a column per slice of time. The caller chooses the colours.
 
 ::
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.signedinteger[Any]]
 
-#: The style of what is not a block: ranks, numbers, the axis.
+#: The style of what is not a bar: ranks, numbers, the axis.
 PLAIN: Final = ""
 DIM: Final = "dim"
 
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
     Attributes:
         text: the text.
-        style: the name of a look (see ``palette.STYLES``), ``"dim"``, or nothing.
+        style: a name in ``palette.STYLES``, ``"dim"``, or empty.
     """
 
     text: str
@@ -55,15 +55,15 @@ Line: TypeAlias = list[Segment]
 
 
 def draw(timeline: Timeline, width: int, *, colour: bool) -> list[Line]:
-    """The timeline in lines of at most so many columns.
+    """Draw the timeline in lines of at most ``width`` columns.
 
-    Each column shows what runs for most of its slice of time. A block begins with the letter of its type, then its
-    microbatch where there is room. Where all times are multiples of one, that takes a whole number of columns.
+    Each column shows what runs for most of its slice of time. A bar begins with the letter of its type, then its
+    microbatch if there is room. If all times are multiples of a unit, the unit takes a whole number of columns.
 
     Args:
-        timeline: what to draw.
-        width: how many columns there are.
-        colour: whether blocks will be coloured; if not, what follows the label of a block is drawn as a line.
+        timeline: the timeline.
+        width: the number of columns.
+        colour: whether bars will be coloured; if not, a line follows the label of each bar.
     """
     bars = bars_of(timeline)
     heads = _heads(timeline, width)
@@ -81,12 +81,12 @@ def draw(timeline: Timeline, width: int, *, colour: bool) -> list[Line]:
 
 
 def plain(timeline: Timeline, width: int) -> str:
-    """The timeline as text without colour, in lines of at most so many columns."""
+    """Draw the timeline as text without colour, in lines of at most ``width`` columns."""
     return "\n".join("".join(segment.text for segment in line) for line in draw(timeline, width, colour=False))
 
 
 def _heads(timeline: Timeline, width: int) -> list[str]:
-    """What stands before each line: the title of the numbers, then for every rank its name and numbers."""
+    """Return the start of each line: the titles of the numbers, then the name and numbers of every rank."""
     names = [f"rank {rank}" for rank in range(timeline.step_graph.ranks)]
     label = len(names[-1])
     makespan = timeline.makespan or 1.0
@@ -102,7 +102,7 @@ def _heads(timeline: Timeline, width: int) -> list[str]:
 
 
 def _fitting(bars: Bars, room: int) -> int:
-    """How many columns to use: a whole number for each unit of time, unless that leaves more than a third empty."""
+    """Choose the number of columns: a whole number per unit of time, unless that leaves more than a third empty."""
     lengths = bars.end - bars.start
     if not len(lengths):
         return room
@@ -117,7 +117,7 @@ def _fitting(bars: Bars, room: int) -> int:
 
 
 def _labels(timeline: Timeline, bars: Bars, columns: int) -> list[str]:
-    """The label of each block: letter and microbatch, and the stage before them if ranks have several and it fits."""
+    """Return the label of each bar: letter and microbatch, preceded by the stage if ranks have several and it fits."""
     letters = [STYLES[NAMES[style]].letter for style in bars.style.tolist()]
     labels = [letter + numbers for letter, numbers in zip(letters, bars.numbers, strict=True)]
     if timeline.schedule.stages == timeline.step_graph.ranks or not labels:
@@ -129,7 +129,7 @@ def _labels(timeline: Timeline, bars: Bars, columns: int) -> list[str]:
 
 
 def _row(styles: Ints, owners: Ints, bars: Bars, labels: list[str], fill: str) -> Iterator[Segment]:
-    """A line of blocks, cut where the look or the block changes."""
+    """Yield a line of bars, cut where the style or the bar changes."""
     changed = np.flatnonzero((np.diff(styles) != 0) | ((np.diff(owners) != 0) & (styles[1:] != _IDLE))) + 1
     for begin, end in pairwise([0, *changed.tolist(), len(styles)]):
         style, owner = int(styles[begin]), int(owners[begin])
@@ -140,7 +140,7 @@ def _row(styles: Ints, owners: Ints, bars: Bars, labels: list[str], fill: str) -
 
 
 def _axis(extent: float, columns: int, room: int) -> str:
-    """The times below the columns where they begin."""
+    """Return the times, each below the column where it begins."""
     if not extent:
         return "0"
     text = ""
@@ -152,7 +152,7 @@ def _axis(extent: float, columns: int, room: int) -> str:
 
 
 def _legend(styles: Ints, width: int) -> list[Line]:
-    """What the letters mean, for those that are in the picture; in as many lines as it takes."""
+    """Return the meaning of the letters in the picture, in as many lines as needed."""
     lines, used = [[Segment("#", DIM)]], 1
     for name in (name for number, name in enumerate(NAMES) if number in styles):
         style = STYLES[name]

@@ -1,4 +1,4 @@
-"""Round times for an axis."""
+"""Chooses round times for an axis."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def ticks(extent: float, room: Callable[[int], float]) -> list[tuple[float, str]]:
-    """Round times from 0 to the extent, as numbers and as text; as many as there is room for, at least 0.
+    """Return round times from 0 to the extent, as numbers and as text; as many as fit, but at least 0.
 
     >>> ticks(12.0, lambda widest: 24 / (widest + 2))
     [(0.0, '0'), (2.0, '2'), (4.0, '4'), (6.0, '6'), (8.0, '8'), (10.0, '10'), (12.0, '12')]
 
     Args:
-        extent: the last time, more than 0.
-        room: how many texts of so many characters fit besides the first.
+        extent: the last time, greater than 0.
+        room: returns how many texts of a given length fit in addition to the first.
     """
     lowest = math.floor(math.log10(extent)) - 2
     for power in count(lowest):

@@ -1,8 +1,8 @@
-"""A timeline as a trace that Perfetto and ``chrome://tracing`` open: the Trace Event Format, as a JSON object.
+"""Writes a timeline as a trace for Perfetto and ``chrome://tracing``, in the Trace Event Format as a JSON object.
 
-A rank is a process. Its threads are what it computes, what takes it no time, why it is idle, and a lane for each peer
-that it sends to or receives from. Arrows follow what is sent: from the action that makes it through the transfer to
-the action that needs it. The memory that a rank holds is a counter.
+A rank is a process. Its threads show what it computes, actions that take no time, why it is idle, and a lane for each
+peer that it sends to or receives from. Arrows follow each transfer from the action that produces the tensor to the one
+that needs it. The memory of a rank is a counter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Event: TypeAlias = dict[str, Any]
 
-#: Seconds in a unit of time of the costs, unless told: it is shown as a millisecond.
+#: The default number of seconds in a unit of time of the costs.
 MILLISECOND: Final = 1e-3
 
 _ENCODER: Final = json.JSONEncoder(allow_nan=False)
@@ -39,13 +39,13 @@ _ROUTE: Final = {transfer.send: transfer for transfer in TRANSFERS}
 
 
 def write_trace(timeline: Timeline, path: Path, *, unit: float = MILLISECOND) -> None:
-    """Write a trace. All of it or nothing.
+    """Write a trace, completely or not at all.
 
     Args:
-        timeline: what to write.
+        timeline: the timeline.
         path: the file, ``*.json``.
-        unit: how many seconds a unit of time of the costs has; by default a unit is shown as a millisecond. A trace
-            counts in nanoseconds.
+        unit: the number of seconds in a unit of time of the costs; by default a unit is a millisecond. A trace has a
+            resolution of nanoseconds.
 
     Raises:
         WriteError: the file cannot be written, or the times are too long or too short for a trace.
@@ -64,7 +64,7 @@ def _json(value: object) -> bytes:
 
 
 class _Bar(NamedTuple):
-    """Something on a thread, from and to nanoseconds."""
+    """A bar on a thread, with its start and end in nanoseconds."""
 
     thread: Thread
     start: int
@@ -83,22 +83,22 @@ class Trace:
         self._scale = unit * _NANOSECONDS
         length = timeline.makespan * self._scale
         if not (math.isfinite(unit) and unit > 0):
-            raise WriteError(f"a unit of time has more than 0 seconds, not {unit!r}")
+            raise WriteError(f"unit must be a positive number of seconds, got {unit!r}")
         if not (0.5 <= length <= _LONGEST or timeline.makespan == 0):
             side = "larger" if length < 1 else "smaller"
             raise WriteError(
-                f"{timeline.makespan:g} units of {unit:g} seconds do not fit a trace: choose a {side} unit"
+                f"{timeline.makespan:g} units of {unit:g} seconds cannot be shown in a trace; choose a {side} unit"
             )
         spans = timeline.spans
         self._runs = [(spans[cell], self._run(spans[cell])) for cell in timeline.step_graph.blocking.tolist()]
         self._sends, self._receives = self._placed_transfers()
         threads = {bar.thread for _, bar in self._runs} | {bar.thread for bar in (*self._sends, *self._receives)}
         threads |= {Thread(rank, subject) for rank in range(timeline.step_graph.ranks) for subject in (COMPUTE, IDLE)}
-        # Readers take a thread whose number is that of its process for the main one.
+        # Readers treat a thread with the number of its process as the main thread.
         self._number = dict(zip(sorted(threads), count(timeline.step_graph.ranks + 1), strict=False))
 
     def events(self) -> Iterator[Event]:
-        """All events: names first, then what they name; an arrow after what it connects."""
+        """Yield all events: names first, then what they name, and an arrow after what it connects."""
         yield from self._names()
         yield from self._actions()
         yield from self._idle()
@@ -110,12 +110,12 @@ class Trace:
         yield from self._memory()
 
     def _run(self, span: Span) -> _Bar:
-        """An action as a bar. What takes no time has a line of its own: readers put it inside of what begins then."""
+        """Return the bar of an action. If it takes no time, it is on a separate thread, or readers would nest it."""
         start, end = self._time(span.start), self._time(span.end)
         return _Bar(Thread(span.rank, COMPUTE if end > start else INSTANTS), start, end)
 
     def _placed_transfers(self) -> tuple[list[_Bar], list[_Bar]]:
-        """Every transfer as a bar of the rank that sends, and of the one that receives."""
+        """Return the bars of every transfer on the sending and on the receiving rank."""
         transfers = self._timeline.transfers
         times = [(self._time(transfer.start), self._time(transfer.end)) for transfer in transfers]
         pairs: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -149,7 +149,7 @@ class Trace:
             yield self._complete(bar, str(span.action), span.action.computation_type.value, facts)
 
     def _waited(self) -> dict[tuple[int, float, Action], str]:
-        """By rank, start and action, why it did not start before."""
+        """Return why each action did not start earlier, by rank, start and action."""
         waits: dict[tuple[int, float, Action], str] = {}
         causes: list[str] = []
         for wait, following in pairwise([*self._timeline.waits, None]):
@@ -167,7 +167,7 @@ class Trace:
             yield self._complete(bar, wait.cause, "idle", {"why": wait.why})
 
     def _arrows(self) -> Iterator[Event]:
-        """Through what takes time: readers take nothing else for what an end of an arrow belongs to."""
+        """Yield arrows between bars that take time: readers attach the ends of arrows to nothing else."""
         runs = self._runs_by_part()
         transfers = zip(self._timeline.transfers, self._sends, self._receives, strict=True)
         for number, (transfer, send, receive) in enumerate(transfers, start=1):
@@ -181,7 +181,7 @@ class Trace:
                 yield {"ph": phase, "id": number, "name": "transfer", "cat": "transfer", **at, **binding}
 
     def _runs_by_part(self) -> _Runs:
-        """When and where every action runs; an action of an overlap with the overlap."""
+        """Return the bar of every action; for a sub-action of an overlap, that of the overlap."""
         return {(span.step, *part[:3]): bar for span, bar in self._runs for part in span.action.parts}
 
     def _memory(self) -> Iterator[Event]:
@@ -198,12 +198,12 @@ class Trace:
         return {"pid": thread.rank, "tid": self._number[thread], "ts": time / 1000}
 
     def _time(self, time: float) -> int:
-        """Whole nanoseconds: what one bar ends with, the next begins with."""
+        """Convert to whole nanoseconds, so that adjacent bars stay adjacent."""
         return round(time * self._scale)
 
 
 def _ends(runs: _Runs, transfer: Transfer, *between: _Bar) -> Iterator[_Bar | None]:
-    """What makes that which is sent, what is between, and what needs it."""
+    """Yield the bar that produces the tensor, the bars between, and the bar that needs it."""
     stage, kind, microbatch, _ = transfer.action
     route = _ROUTE[kind]
     makers = (runs.get((transfer.step, stage, maker, microbatch)) for maker in route.made_by)

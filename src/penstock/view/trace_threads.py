@@ -1,4 +1,4 @@
-"""The lines of a rank in a trace: what it does, and a lane for each peer; more where transfers overlap."""
+"""Defines the threads of a rank in a trace: what it runs, and one or more lanes for each peer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NAMES = {COMPUTE: "compute", INSTANTS: "instants", IDLE: "idle"}
 
 
 class Thread(NamedTuple):
-    """A line of a rank in a trace, on which one thing is drawn after the other. They sort in the order of the lines.
+    """A thread of a rank in a trace, on which bars do not overlap. Threads sort in display order.
 
     Attributes:
         rank: the rank.
         subject: ``COMPUTE``, ``INSTANTS`` for actions that take no time, ``IDLE`` or ``LANE``.
         peer: for a lane, the rank at the other end.
-        receives: whether it comes from there.
-        number: which of several lanes in parallel, from 0.
+        receives: whether it shows receives from that rank.
+        number: the index among several lanes in parallel.
     """
 
     rank: int
@@ -33,15 +33,15 @@ class Thread(NamedTuple):
     def __str__(self) -> str:
         if self.subject != LANE:
             return _NAMES[self.subject]
-        # In brackets: a reader that puts the number of the thread behind its name must not make another rank of it.
+        # In brackets: readers append the number of the thread to its name, which would look like another rank.
         lane = f", lane {self.number + 1}" if self.number else ""
         return f"receive (from rank {self.peer}{lane})" if self.receives else f"send (to rank {self.peer}{lane})"
 
 
 def assign_lanes(spans: Iterable[tuple[int, int]]) -> list[int]:
-    """A number for each span of (start, end), so that those with the same number do not overlap. O(n log n).
+    """Assign lanes to spans of (start, end), so that spans in a lane neither overlap nor begin together. O(n log n).
 
-    Nor do they begin at once: readers put what takes no time inside of what begins then, and its arrows go astray.
+    Readers would nest a span that takes no time inside another that begins with it, and attach its arrows wrongly.
 
     >>> assign_lanes([(0, 3), (1, 4), (3, 5), (5, 5), (5, 5)])
     [0, 1, 0, 1, 0]

@@ -1,4 +1,4 @@
-// What stands around the rows: the axis of time with its grid, the ranks' names, titles, and the time at the pointer.
+// Draws what is around the rows: the time axis with its grid, the names of the ranks, titles, and the time at the pointer.
 
 function drawGrid({ context, layout, brushes }, ticks) {
   context.strokeStyle = brushes.grid;
@@ -57,7 +57,7 @@ function widestName(context, timelines) {
   return Math.max(widthIn(NAME_FONT, [`rank ${ranks - 1}`]), widthIn(PEAK_FONT, timelines.flatMap((timeline) => timeline.peaks.map(peakWords))));
 }
 
-/** The names of the ranks, and under each how much it holds at most. */
+/** The names of the ranks, and under each its peak memory. */
 function drawNames({ context, layout, brushes, scrolled }, rows, limit) {
   context.fillStyle = brushes.paper;
   context.fillRect(0, scrolled, layout.left - 4, layout.height);

@@ -1,6 +1,6 @@
-// The blocks of a row: what its rank runs, and why it is idle.
+// Draws the blocks of a row: what its rank runs, and why it is idle.
 
-/** Everything that a rank does, and all that it waits for; what is too narrow to be seen stands in columns. */
+/** Draw everything that a rank runs and waits for; what is too narrow to be seen is drawn in columns. */
 function drawRow(canvas, row, styles) {
   const columns = new Columns(canvas, row.timeline, styles.length + canvas.causes.length);
   row.columns = columns;
@@ -47,7 +47,7 @@ function drawBlock({ context, layout, drawn }, row, style, left, width) {
   drawn.blocks++;
 }
 
-/** What takes no time: a small triangle that points at its moment, one for all in the same place. */
+/** Draw actions that take no time as small triangles that point at their time, one for all at the same place. */
 function drawMarks(canvas, row, styles) {
   const { layout } = canvas;
   const { timeline, rank } = row;
@@ -61,7 +61,7 @@ function drawMarks(canvas, row, styles) {
   }
 }
 
-/** It stands above the bar, so that it hides nothing there. */
+/** Above the bar, so that it hides nothing. */
 function drawMark({ context, drawn }, row, style, x) {
   context.fillStyle = style.colour;
   context.beginPath();

@@ -1,4 +1,4 @@
-// Colours and patterns. Those of the theme are variables of the style sheet; idle time is hatched, each cause its own way.
+// Colours and patterns. Theme colours are variables of the style sheet; idle time is hatched, differently for each cause.
 
 const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif';
 

@@ -6,13 +6,13 @@ const READABLE = 3;
 /** From this mean width on, there are gaps between blocks. */
 const SPACED = 5;
 
-/** What is wider than this many pixels, and than two columns, is drawn by itself all the same. */
+/** Blocks wider than this many pixels, and than two columns, are still drawn individually. */
 const NARROW = 2;
 
 /** How much time a column takes. */
 function sliceOf(layout, density, { meanBlock, period }) {
   if (!(meanBlock * layout.scale < READABLE)) return 1 / (density * layout.scale);
-  // Whole periods: where the work repeats, all columns are equal, and none shows a pattern that is not there.
+  // Whole periods: where the work repeats, all columns are equal, and no false pattern appears.
   const width = period * layout.scale;
   return width < 4 ? Math.ceil(4 / width) * period : period / Math.max(Math.round(width / 10), 1);
 }
@@ -43,7 +43,7 @@ class Columns {
     return Math.floor(time / this.slice);
   }
 
-  /** Where a time is, on a whole pixel of the device. */
+  /** The position of a time, rounded to a device pixel. */
   x(time) {
     return this.origin + this.onPixel(time * this.layout.scale);
   }
@@ -58,13 +58,13 @@ class Columns {
     return this.x(this.begin(column));
   }
 
-  /** Call for each interval in these columns whether it is narrow, in order. */
+  /** Call back for each interval in these columns, in order, with whether it is narrow. */
   each({ start, end, begin, stop }, visit) {
     let place = Math.max(firstAbove(start, this.from, begin, stop) - 1, begin);
     for (; place < stop && start[place] < this.to; place++) visit(place, end[place] - start[place] < this.narrow);
   }
 
-  /** Add up what is narrow. */
+  /** Add up the narrow intervals. */
   gather(intervals) {
     const { start, end, kindOf } = intervals;
     this.each(intervals, (place, isNarrow) => {
@@ -88,7 +88,7 @@ class Columns {
     return this.used !== undefined && this.used[column - this.first] === 1;
   }
 
-  /** Draw what is not narrow; of its ends, what falls into a column that is used is added to that one's shares. */
+  /** Draw the wide intervals; the parts of their ends that fall into a used column are added to its shares. */
   drawWide(intervals, draw) {
     const { start, end, kindOf } = intervals;
     this.each(intervals, (place, isNarrow) => {
@@ -101,7 +101,7 @@ class Columns {
     });
   }
 
-  /** The part of an interval that is in view and beside the columns: where it begins, and how wide it is. */
+  /** The part of an interval that is in view and not in columns: where it begins, and how wide it is. */
   part(start, end) {
     const [first, last] = [this.columnAt(start), this.columnAt(end)];
     const left = this.isUsed(first) ? this.edge(first + 1) : this.x(start);
@@ -110,7 +110,7 @@ class Columns {
     return [seen, Math.max(Math.min(right, this.layout.width) - seen, 0)];
   }
 
-  /** Call for each column that is used and meets an interval. */
+  /** Call back for each used column that intersects an interval. */
   eachUsed(start, end, visit) {
     if (!this.used) return;
     const last = Math.min(this.columnAt(end), this.first + this.count - 1);

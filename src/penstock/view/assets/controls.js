@@ -58,7 +58,7 @@ function press(page, act) {
 
 function turnWheel(page, event) {
   const { layout } = page;
-  if (event.offsetX < layout.left - 4 && !event.ctrlKey) return; // over the names it scrolls, as on any page
+  if (event.offsetX < layout.left - 4 && !event.ctrlKey) return; // over the names of the ranks, the wheel scrolls
   event.preventDefault();
   const unit = [1, 16, 400][event.deltaMode];
   const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
@@ -104,7 +104,7 @@ function drag(page, before, event) {
   page.stage.scrollTop += before.clientY - event.clientY;
 }
 
-/** Two fingers: what is between them stays there. */
+/** Zoom with two fingers: what is between them stays there. */
 function pinch({ layout, canvas }, before, event, other) {
   const left = canvas.getBoundingClientRect().left;
   const spread = (one) => Math.max(Math.abs(one.clientX - other.clientX), 12);

@@ -4,21 +4,21 @@
 const FIGURES = {
   makespan: "from the start of the first action to the end of the last",
   span: "the longest time from the first action of a rank to its last",
-  bubble: "how much longer it takes than the busiest rank works: (makespan - its busy time) / makespan",
-  "peak memory": "the most that a rank holds at any time",
-  idle: "how long ranks run nothing, all added up, and its share of the time of all ranks (makespan * ranks); it is more than the bubble if some ranks have less to do than the busiest",
+  bubble: "how much longer the run takes than the busiest rank works: (makespan - its busy time) / makespan",
+  "peak memory": "the most memory that a rank holds at any time",
+  idle: "how long ranks run nothing, summed over all ranks, and its share of the time of all ranks (makespan * ranks); it is more than the bubble if some ranks have less to do than the busiest",
 };
 
 /** What each cause of idle time means. */
 const MEANINGS = {
-  activation: "another rank has not made the activation yet",
-  gradient: "another rank has not made the gradient yet",
-  unsent: "another rank has made what is needed, but not sent it yet",
+  activation: "another rank has not computed the activation yet",
+  gradient: "another rank has not computed the gradient yet",
+  unsent: "another rank has computed the tensor, but not sent it yet",
   lane: "the lane of the transfer is busy",
-  transfer: "what is needed is under way",
+  transfer: "the tensor is in flight",
   order: "something later in the rank's own order could run",
   dispatch: "the rank takes time to start the action",
-  step: "the step before has not ended everywhere",
+  step: "the previous step has not ended everywhere",
   drained: "the rank has run its last action",
 };
 
@@ -31,7 +31,7 @@ function fillHeader(page) {
   fillLegend(page);
 }
 
-/** A row for each timeline; the causes of its idle time are columns if there are several, else a line of their own. */
+/** A row for each timeline; the causes of idle time are columns if there are several timelines, otherwise a separate line. */
 function fillFigures({ timelines, causes, limit }) {
   const sums = timelines.map((timeline) => timeline.idleByCause(causes));
   const shown = causes.map((_, number) => number).filter((number) => sums.some((sum) => sum[number] > 0));
@@ -52,7 +52,7 @@ function fillFigures({ timelines, causes, limit }) {
   figures.replaceChildren(element("thead", {}, head), body);
   figures.className = timelines.length > 1 ? "several" : "single";
   if (timelines.length > 1) return;
-  // In a narrow window the figures of a single one wrap, each with its own label.
+  // In a narrow window the figures of a single timeline wrap, each with its own label.
   [...body.rows[0].cells].forEach((cell, place) => cell.setAttribute("data-label", head.cells[place].textContent));
   fillCauses(timelines[0], causes, shown, sums[0]);
 }
@@ -75,7 +75,7 @@ function causeFigure(timeline, time) {
   return element("td", { title: `${share} of the time of all ranks` }, sum);
 }
 
-/** How long all ranks together are idle, and the share of all their time. */
+/** How long all ranks together are idle, and the share of their total time. */
 function idleWords(timeline, sum) {
   const whole = timeline.makespan * timeline.ranks;
   return [inWords(sum), percent(whole ? sum / whole : 0)];
@@ -86,7 +86,7 @@ function sizesOf({ ranks, stages, microbatches, steps }) {
   return steps > 1 ? [...sizes, counted(steps, "step")] : sizes;
 }
 
-/** The figures of a timeline; the sizes that are common to all are not repeated. */
+/** The figures of a timeline, without the sizes that all timelines have in common. */
 function figuresOf(timeline, limit, common) {
   const sizes = sizesOf(timeline);
   const own = sizes.filter((size) => !common.includes(size));

@@ -1,10 +1,10 @@
-// Labels in blocks: of blocks that look the same and take about as long, all have theirs or none.
+// Labels in blocks: of blocks with the same style and about the same length, either all have labels or none.
 
-/** How much longer the next block may be, and the longest, to count as about as long as the shortest. */
+/** How much longer the next block may be than the one before, and the longest than the shortest, in a group. */
 const NEXT = 1.1;
 const LONGEST = 1.3;
 
-/** The blocks of a timeline in groups of one style that take about as long. */
+/** The blocks of a timeline in groups with the same style and about the same length. */
 class Labels {
   constructor(timeline) {
     this.groups = [];
@@ -31,7 +31,7 @@ class Labels {
   }
 }
 
-/** Keep the longest line of a group, if overlaps have one line and if they have two; any digit is as wide as 0. */
+/** Keep the longest line of a group, for overlaps with one line and with two; all digits are as wide as 0. */
 function widen({ longest }, name) {
   for (const two of [0, 1]) {
     for (const line of linesOf(name, two)) if (line.length > longest[two].length) longest[two] = line.replace(/\d/g, "0");
@@ -53,7 +53,7 @@ function drawLabel(canvas, row, style, cell, left, width) {
   const { context, layout } = canvas;
   if (!row.timeline.labels.fit(canvas, cell)) return;
   const lines = linesOf(row.timeline.name[cell], hasRoomForTwo(layout));
-  if (lines.some((line) => canvas.widthOf(line) > width - 2)) return; // it is in part out of view
+  if (lines.some((line) => canvas.widthOf(line) > width - 2)) return; // partly out of view
   context.fillStyle = style.ink;
   context.textAlign = "center";
   context.textBaseline = "middle";

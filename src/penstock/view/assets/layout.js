@@ -40,7 +40,7 @@ class Layout {
     this.tall = top + 8;
   }
 
-  /** The rows that are in view when scrolled so far. */
+  /** The rows in view at a scroll position. */
   visible(scrolled) {
     return this.rows.filter((row) => row.top + this.pitch > scrolled + AXIS - 8 && row.top < scrolled + this.height);
   }
@@ -66,7 +66,7 @@ class Layout {
     this.show(-0.005 * this.until, 1.01 * this.until);
   }
 
-  /** Show these times, but never much beyond what there is, nor closer than numbers are exact. */
+  /** Show these times, but never much beyond the timeline, nor at more precision than numbers have. */
   show(from, to) {
     const least = -0.02 * this.until;
     const most = 1.02 * this.until;
@@ -75,7 +75,7 @@ class Layout {
     this.to = this.from + length;
   }
 
-  /** Make what is at a time stay where it is, and all else so many times as wide. */
+  /** Zoom by a factor, keeping a time where it is. */
   zoom(factor, time = (this.from + this.to) / 2) {
     const length = clamp((this.to - this.from) / factor, 1e-7 * this.until, 1.04 * this.until);
     const from = time - ((time - this.from) / (this.to - this.from)) * length;

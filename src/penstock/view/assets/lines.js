@@ -1,13 +1,13 @@
-// What goes from row to row: transfers, and the chains of what waited for what.
+// Draws what goes from row to row: transfers, and chains of what waited for what.
 
-/** How strongly transfers in view are drawn: where they stand too close to follow any of them, not at all. */
+/** How strongly transfers in view are drawn: if they are too close to follow, not at all. */
 function transferStrength(layout, { transfers, ranks }) {
   const inView = firstAbove(transfers.start, layout.to) - firstAbove(transfers.start, layout.from);
   const apart = (ranks * (layout.right - layout.left)) / Math.max(inView, 1);
   return clamp((apart - 4) / 12, 0, 0.7);
 }
 
-/** Transfers in view; of those between the same two ranks that set out in the same pixels only one. */
+/** Draw the transfers in view; of those between the same two ranks that start in the same pixels, only one. */
 function drawTransfers({ context, layout, brushes, drawn, rows }, timeline) {
   const { source, target, start, end, forward } = timeline.transfers;
   const strength = transferStrength(layout, timeline);
@@ -57,7 +57,7 @@ function edges(layout, timeline, source, target) {
   return from < to ? [from + layout.bar, to] : [from, to + layout.bar];
 }
 
-/** A chain in full colour with a frame around each block, and lines from rank to rank. */
+/** Draw a chain in full colour with a frame around each block, and lines from rank to rank. */
 function drawChain(canvas, timeline, chain, colour, styles) {
   const { context, layout } = canvas;
   const path = new Path2D();
@@ -91,7 +91,7 @@ function joinBlocks(layout, timeline, one, other, path) {
   }
 }
 
-/** An action in full colour: a mark if it takes no time, a block in a frame, or each column that it is in, once. */
+/** Draw an action in full colour: a mark if it takes no time, a framed block, or each column that it is in, once. */
 function drawLit(canvas, row, styles, cell, colour, lit, dashes = []) {
   const { timeline, columns } = row;
   const [start, end] = [timeline.start[cell], timeline.end[cell]];
@@ -116,7 +116,7 @@ function drawFramed(canvas, row, styles, cell, left, width, colour, dashes) {
   context.setLineDash([]);
 }
 
-/** A second frame, around that of the selected action. */
+/** Draw a second frame around the selected action. */
 function drawRing({ context, layout, brushes, rows }, timeline, cell) {
   const row = rows.get(timeline.rank[cell] + timeline.number * 1e6);
   if (!row) return;
@@ -131,7 +131,7 @@ function drawRing({ context, layout, brushes, rows }, timeline, cell) {
   context.stroke();
 }
 
-/** What waits for the selected action: a broken frame around each, and a broken line to it. */
+/** Draw what waits for the selected action, each with a dashed frame and a dashed line to it. */
 function drawDependents(canvas, timeline, cell, dependents, styles) {
   const { context, layout, brushes } = canvas;
   const path = new Path2D();

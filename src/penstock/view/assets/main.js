@@ -1,4 +1,4 @@
-// The page: what is shown and what is lit up, and the frame that draws it.
+// The page: what is shown and highlighted, and the frame that draws it.
 
 class Page {
   constructor(facts) {
@@ -21,7 +21,7 @@ class Page {
     listen(this);
   }
 
-  /** Draw again, once for everything that happens until then. */
+  /** Request a redraw; several requests before the next frame cause only one. */
   ask() {
     this.asked ??= requestAnimationFrame(() => {
       this.asked = null;
@@ -139,7 +139,7 @@ class Page {
     this.ask();
   }
 
-  /** What stands beside the pointer is about the view as it was. */
+  /** Close the tooltip, which describes the previous view. */
   closeTooltip() {
     this.hovered = null;
     this.tooltip.hidden = true;
@@ -213,7 +213,7 @@ class Page {
   }
 }
 
-/** The place of the next or previous block; what takes no time stands between two blocks. */
+/** The index of the next or previous block; actions that take no time are between two blocks. */
 function nextPlace(cell, selected, direction) {
   const place = cell.indexOf(selected);
   if (place >= 0) return place + direction;
@@ -223,9 +223,9 @@ function nextPlace(cell, selected, direction) {
 
 const page = new Page(JSON.parse(document.getElementById("facts").textContent));
 
-// For tests, to be read only: the times in view; the action under the pointer and the selected one as [timeline, cell];
-// what is lit up with it, as numbers of cells; what is switched on; how much the last frame drew and how long that took;
-// how high the bars are; the column that a time of a rank is in; where on the window the middle of an action is.
+// Read-only state for tests: the times in view; the action under the pointer and the selected one as [timeline, cell];
+// the highlighted cells; what is switched on; how much the last frame drew and how long that took; the height of the
+// bars; the column that a time of a rank is in; the position of the middle of an action in the window.
 window.penstock = {
   get range() { return [page.layout.from, page.layout.to]; },
   get hovered() { return page.hovered && { ...page.hovered, timeline: page.hovered.timeline.number }; },

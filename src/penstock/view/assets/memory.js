@@ -1,6 +1,6 @@
-// What each rank holds: a step curve under its row, all on one scale.
+// Draws the memory of each rank: a step curve under its row, all on one scale.
 
-/** The most that the curves have to show: what any rank holds, and the limit. */
+/** The highest value that the curves show: the peak of any rank, or the limit. */
 function memoryScale(timelines, limit) {
   return Math.max(limit ?? 0, ...timelines.flatMap((timeline) => timeline.peaks), Number.MIN_VALUE);
 }
@@ -24,7 +24,7 @@ function drawMemory(canvas, row, most, limit) {
   drawPeak(canvas, row, y);
 }
 
-/** The corners of the curve in view, x and y by turns: of many in one pixel the highest counts. */
+/** The corners of the curve in view, x and y alternating; of many in one pixel, the highest counts. */
 function curvePoints({ layout, drawn }, row, y) {
   const { time, value } = row.timeline.memory[row.rank];
   const left = Math.max(layout.left - 4, layout.x(0));
@@ -55,7 +55,7 @@ function trace(context, points) {
   for (let place = 0; place < points.length; place += 2) context.lineTo(points[place], points[place + 1]);
 }
 
-/** What lies above the limit, in the colour of a warning. */
+/** Draw what is above the limit in the warning colour. */
 function drawExcess({ context, layout, brushes }, points, top, height) {
   context.save();
   context.beginPath();
@@ -82,7 +82,7 @@ function drawLimit({ context, layout, brushes }, height) {
   context.globalAlpha = 1;
 }
 
-/** A dot where the curve is highest for the first time. */
+/** Draw a dot where the curve first reaches its peak. */
 function drawPeak({ context, layout, brushes }, row, y) {
   const { time, value } = row.timeline.memory[row.rank];
   const peak = row.timeline.peaks[row.rank];

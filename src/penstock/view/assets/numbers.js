@@ -1,6 +1,6 @@
 // Numbers: found in sorted arrays, put into words, laid out as the ticks of an axis.
 
-/** The first place from `begin` to `end` whose number is more than `value`: a binary search. */
+/** The first index from `begin` to `end` whose number is greater than `value`: a binary search. */
 function firstAbove(numbers, value, begin = 0, end = numbers.length) {
   while (begin < end) {
     const middle = (begin + end) >> 1;
@@ -14,7 +14,7 @@ function clamp(value, least, most) {
   return Math.min(Math.max(value, least), most);
 }
 
-/** A number in at most so many digits that mean something. */
+/** A number with at most this many significant digits. */
 function inWords(number, digits = 5) {
   if (number === 0) return "0";
   const size = Math.abs(number);

@@ -89,21 +89,21 @@ class Timeline {
     return value[Math.max(firstAbove(times, time) - 1, 0)];
   }
 
-  /** The action before another in what it waited for longest; ends of steps are passed over. */
+  /** The action that another waited for longest, skipping ends of steps. */
   awaited(cell) {
     let node = this.before[cell];
     while (node >= this.count) node = this.before[node];
     return node;
   }
 
-  /** An action and what it waited for longest, and so on, back to the start; the first first. */
+  /** An action and the chain of what it waited for longest, from the start. */
   chain(cell) {
     const found = [];
     for (let node = cell; node >= 0; node = this.awaited(node)) found.push(node);
     return found.reverse();
   }
 
-  /** What waits for an action directly, or for no more than its transfer or the end of its step. */
+  /** What waits for an action directly, or only for its transfer or the end of its step. */
   dependents(cell) {
     const found = new Set();
     const reached = new Set([cell]);

@@ -1,6 +1,6 @@
-// What is under the pointer, in words. Everything is put into the page as text, never as markup.
+// Describes what is under the pointer. Everything is put into the page as text, never as markup.
 
-/** An element with a class or other attributes, and with texts or other elements in it. */
+/** Create an element with attributes, and with texts or other elements in it. */
 function element(tag, attributes = {}, ...content) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -14,7 +14,7 @@ function swatch(colour, kind = "") {
   return made;
 }
 
-/** Of what a pointer can be at: a heading, a swatch for it, and rows of two texts. */
+/** For everything that a pointer can be at: a heading, a swatch, and rows of two texts. */
 const DESCRIPTIONS = {
   action({ timeline, cell }, { styles }) {
     const rank = timeline.rank[cell];
@@ -42,14 +42,14 @@ const DESCRIPTIONS = {
   transfer({ timeline, transfer }, { brushes }) {
     const { source, target, start, end, forward, name } = timeline.transfers;
     const rows = [["from", `rank ${source[transfer]}`], ["to", `rank ${target[transfer]}`]];
-    rows.push(["sets out", inWords(start[transfer], 8)], ["arrives", inWords(end[transfer], 8)]);
+    rows.push(["sent", inWords(start[transfer], 8)], ["arrives", inWords(end[transfer], 8)]);
     rows.push(["duration", inWords(end[transfer] - start[transfer], 8)]);
     const colour = forward[transfer] ? brushes.forward : brushes.backward;
     return { heading: name[transfer], aside: forward[transfer] ? "activation" : "gradient", colour, rows };
   },
 };
 
-/** What an action waited for: the idle intervals before it, or what it follows at once. */
+/** What an action waited for: the idle intervals before it, or the action that it directly follows. */
 function waitedFor(timeline, cell) {
   const waits = timeline.waitsBefore(cell);
   if (waits.length) {
@@ -60,7 +60,7 @@ function waitedFor(timeline, cell) {
   return [["waited", before < 0 ? "for nothing" : `not at all: it follows ${timeline.name[before]} on rank ${timeline.rank[before]}`]];
 }
 
-/** Show a description beside the pointer, on the side where there is room. */
+/** Show a description next to the pointer, on the side where there is room. */
 function showTooltip(tooltip, description, x, y) {
   const { heading, aside, colour, rows } = description;
   const title = element("strong", {}, swatch(colour), element("span", {}, heading));
@@ -75,7 +75,7 @@ function showTooltip(tooltip, description, x, y) {
   tooltip.style.transform = `translate(${Math.round(clamp(left, 8, window.innerWidth - width - 8))}px, ${Math.round(Math.max(top, 8))}px)`;
 }
 
-/** The line at the bottom: what is lit up. */
+/** The line at the bottom: what is highlighted. */
 function statusWords({ selected, critical }, timelines) {
   const said = [];
   if (selected) {
@@ -85,7 +85,7 @@ function statusWords({ selected, critical }, timelines) {
     said.push(`${timeline.name[cell]} on rank ${timeline.rank[cell]}${title}: it follows ${counted(runs - 1, "action")} back to the start`);
     said.push(dependents.length ? `waiting for it: ${dependents.map((other) => timeline.name[other]).join(", ")}` : "nothing waits for it");
   } else if (critical) {
-    said.push("Critical path: the chain of actions that the makespan is made of");
+    said.push("Critical path: the chain of actions that determines the makespan");
   }
   return said.length ? `${said.join("; ")}.` : "Wheel to zoom, drag to pan, click an action for its chain, ? for all keys.";
 }
