@@ -1,4 +1,4 @@
-# `make setup` makes .venv with the package and everything that the tests need; the other targets call it themselves.
+# `make setup` creates .venv with the package and everything that the tests need; the other targets run it first.
 
 PYTHON ?= python3
 VENV := .venv
@@ -45,7 +45,7 @@ test-fast: setup
 test-full: lint browser
 	$(PYTEST)
 
-# The pages are tested in a real browser, Debian's.
+# The interactive page is tested in Debian's browser.
 browser:
 	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
 

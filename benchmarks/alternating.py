@@ -1,4 +1,4 @@
-"""Ours and the peer, one after the other in one run, so that a busy machine is busy for both."""
+"""Times contestants alternately in one run, so that a busy machine affects all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Seconds that a contestant has at least, before it is the other's turn.
+#: The minimum seconds of a turn.
 SHORTEST_TURN = 0.05
 
 
@@ -40,9 +40,9 @@ def alternate(
 ) -> list[Timing]:
     """Time the contestants in turn, after one run of each that does not count.
 
-    What is done in milliseconds is done again and again within its turn, and the mean counts: what it takes in a steady
-    state. With ``shortest_turn=0`` a turn is a single run, in caches that are as the other contestant and the garbage
-    collector have left them: what a first call takes. ``clock=process_time`` counts only what the process itself does.
+    A short run is repeated within its turn, and the mean counts: the time in steady state. With ``shortest_turn=0``, a
+    turn is a single run, with the caches as the other contestant and the garbage collector left them: the time of a
+    first call. ``clock=process_time`` counts only the CPU time of the process.
     """
     runs = []
     for contestant in contestants:

@@ -1,7 +1,7 @@
-"""Building a schedule: ours against the order generation of the installed torch, and how the time grows.
+"""Measures building a schedule against the order generation of the installed torch, and how the time grows.
 
-Torch's side is its constructor without the lowering: the order of every rank and nothing more. Ours is measured twice:
-as built, and with every action of every rank made into an object, which is what torch's order holds.
+Torch's side is its constructor without the lowering: only the order of every rank. Ours is measured twice: as built,
+and with every action of every rank unpacked into an object, as in torch's order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def compare(repeats: int) -> bool:
-    """Ours and torch's, alternately. True if ours is nowhere slower."""
+    """Measure ours and torch's alternately; return whether ours is never slower."""
     print(f"building at ({RANKS} ranks, {STAGES_PER_RANK} stages per rank, {MICROBATCHES} microbatches), "
           f"median of {repeats} (quartiles)\n")  # fmt: skip
     print(f"{'':22} {'torch':>34} {'penstock':>34} {'faster':>7} {'with objects':>34} {'faster':>7}")
@@ -54,13 +54,13 @@ def compare(repeats: int) -> bool:
 
 
 def build_and_look(name: str, stages_per_rank: int) -> object:
-    """Build, and make every action."""
+    """Build, and unpack every action."""
     schedule = ps.build(name, ranks=RANKS, microbatches=MICROBATCHES, stages_per_rank=stages_per_rank)
     return list(schedule.actions)
 
 
 def growth(repeats: int) -> bool:
-    """The time for four times the actions over the time, in both directions. True if it is linear."""
+    """Measure the time for four times the actions over the time, in both directions; return whether it is linear."""
     print(f"\ntime(4n) / time(n), median of {repeats}; at most {LARGEST_GROWTH} if linear\n")
     columns = ["4x microbatches", "4x ranks", "2x both", "4x ranks at m=2"]
     print(f"{'':22} {'n':>22} {' '.join(f'{column:>16}' for column in columns)}")

@@ -1,9 +1,9 @@
-"""The drop-in: penstock.pipelining against the installed torch.distributed.pipelining, the same program twice.
+"""Measures penstock.pipelining against the installed torch.distributed.pipelining, with the same program.
 
-(a) what an action costs, with a model that costs nothing; (b) the time of a step of a transformer; (c) the two halves
-of a backward against a whole one, asked of a PipelineStage; (d) memory. Both run in turn, for (b) torch in processes of
-its own, on gloo's loopback with a thread each, beside a loop written by hand. Goals are against torch. Wall time
-depends on who else uses the machine; CPU time less so.
+(a) the overhead per action, with a trivial model; (b) the step time of a transformer; (c) the two halves of a backward
+against a full one, through a PipelineStage; (d) memory. Both run alternately, for (b) torch in separate processes, on
+gloo's loopback with one thread each, next to a hand-written loop. Goals are relative to torch. Wall time depends on the
+load of the machine; CPU time less so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Building, lowering and verifying: ours against the installed torch, how the time grows, and what a million takes.
+"""Measures building, lowering and verifying against the installed torch, how the time grows, and a million actions.
 
 Torch's side is its constructor: it generates the order, validates and lowers it. Ours is ``build`` and ``lower``, which
-proves its result: complete, ordered, and free of deadlock under rendezvous with a lane per pair.
+verifies its result: complete, ordered, and free of deadlock under rendezvous with a lane per pair.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch_oracle
 SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SIZES = ((4, 2, 16), (8, 2, 64), (16, 2, 128), (32, 2, 256), (64, 2, 512), (16, 8, 256))
 GOAL = {(4, 2, 16): 1.0, (64, 2, 512): 40.0}
-#: How the time of each grows is measured on its own.
+#: The growth of each is measured separately.
 OPTIONS = {"as it is": {}, "merge_backward": {"merge_backward": True}, "defer_receives": {"defer_receives": True}}
-#: Done in milliseconds: what a first call takes is another question than what it takes in a steady state.
+#: Sizes that take milliseconds: the first call differs from the steady state.
 SMALL = {(4, 2, 16)}
-#: Single runs differ more than means of many.
+#: Single runs vary more than means of many.
 FIRST_CALLS = 51
 LARGEST_GROWTH = 4.6
 MOST_BYTES = 300
@@ -53,7 +53,7 @@ def main() -> None:
     }
     met = [
         part() for name, part in parts.items() if name in (arguments.only or parts)
-    ]  # all of them, whatever is missed
+    ]  # all of them, even if goals are missed
     sys.exit(not all(met))
 
 
@@ -68,7 +68,7 @@ def built(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> ps.
 
 
 def compare(sizes: list[tuple[int, int, int]], repeats: int) -> bool:
-    """Ours and torch's, alternately; small ones at the first call as well as steadily. True if the goals are met."""
+    """Measure ours and torch's alternately, small ones also at the first call; return whether the goals are met."""
     print(f"build + lower + verify, median of {repeats} (quartiles)\n")
     print(f"{'ranks, stages, microbatches':28} {'':22} {'':10} {'torch':>36} {'penstock':>34} {'faster':>8}")
     met = True
@@ -91,7 +91,7 @@ def compare(sizes: list[tuple[int, int, int]], repeats: int) -> bool:
 
 
 def growth(repeats: int) -> bool:
-    """The time for four times the actions over the time, from (16, 2, 128) on. True if it is linear."""
+    """Measure the time for four times the actions over the time, from (16, 2, 128); return whether it is linear."""
     print(f"\ntime(4n) / time(n) of the processor, median of {repeats}; at most {LARGEST_GROWTH} if linear\n")
     sizes = [(16, 2, 128), (32, 2, 256), (64, 2, 512)]
     print(f"{'':22} {'':21} {' '.join(f'{size!s:>14}' for size in sizes)}    {'growth':>17}")
@@ -112,7 +112,7 @@ def growth(repeats: int) -> bool:
 
 
 def million() -> bool:
-    """How fast, and in how much memory, a lowered schedule of a million actions is verified."""
+    """Measure how fast, and in how much memory, a lowered schedule of a million actions is verified."""
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     lowered = ps.lower(ps.build("ZBVZeroBubble", ranks=64, microbatches=1120), merge_backward=False)

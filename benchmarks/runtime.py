@@ -1,8 +1,8 @@
-"""Running: ours against the installed torch.distributed.pipelining and a loop written by hand, on local processes.
+"""Measures the runtime against the installed torch.distributed.pipelining and a hand-written loop, on local processes.
 
-(a) what an action costs, with a model that costs nothing; (b) the time of a step of a transformer; (c) the two halves
-of a backward against a whole one; (d) memory. All contestants run in turn, for (b) torch in processes of its own, on
-gloo's loopback with a thread and a core each. Wall time depends on who else uses the machine; CPU time less so.
+(a) the overhead per action, with a trivial model; (b) the step time of a transformer; (c) the two halves of a backward
+against a full one; (d) memory. All contestants run alternately, for (b) torch in separate processes, on gloo's loopback
+with one thread and one core each. Wall time depends on the load of the machine; CPU time less so.
 """
 
 from __future__ import annotations

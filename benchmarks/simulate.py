@@ -1,8 +1,7 @@
-"""Simulating: ours against the dry run of the installed torch, which models no time; and how fast the kernel is.
+"""Measures simulating against the dry run of the installed torch, which has no notion of time, and the kernel's speed.
 
-Torch's side is its ``_simulate_comms_compute``, on the same lowered rows; it knows no UNSHARD, RESHARD and REDUCE_GRAD,
-so they are left out. Ours is ``simulate``: from a schedule that it has not seen, which it proves on the way; and again
-with other costs.
+Torch's side is its ``_simulate_comms_compute``, on the same lowered rows, without UNSHARD, RESHARD and REDUCE_GRAD, as
+it does not support them. Ours is ``simulate``: for a new schedule, which it also verifies, and again with other costs.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def compare(sizes: tuple[tuple[int, int, int], ...], repeats: int) -> bool:
-    """Ours and torch's, alternately. True if the goals are met."""
+    """Measure ours and torch's alternately; return whether the goals are met."""
     print(f"simulating, median of {repeats} (quartiles)\n")
     print(f"{'ranks, stages, microbatches':28} {'':22} {'torch':>36} {'penstock':>32} {'':>8} {'again':>28}")
     met = True
@@ -93,18 +92,18 @@ def dry_run(rows: dict[int, list[object]], lowered: ps.Schedule) -> object:
 
 
 def from_schedule(lowered: ps.Schedule) -> float:
-    """Ours, from a schedule that was not seen before."""
+    """Simulate a schedule that is not cached."""
     build_step_graph.cache_clear()
     return ps.simulate(lowered).makespan
 
 
 def other_costs(lowered: ps.Schedule, numbers: count[int]) -> float:
-    """Ours, for the same schedule with costs that were not seen before."""
+    """Simulate the same schedule with new costs."""
     return ps.simulate(lowered, ps.Costs(forward=next(numbers))).makespan
 
 
 def kernel(repeats: int) -> bool:
-    """How many actions the walk does in a second."""
+    """Measure how many actions the walk processes per second."""
     lowered = ps.lower(ps.build("ZBVZeroBubble", ranks=64, microbatches=512))
     timeline = ps.simulate(lowered)
     graph, costs = timeline.step_graph, timeline.costs
@@ -124,7 +123,7 @@ def kernel(repeats: int) -> bool:
 
 
 def growth(repeats: int) -> bool:
-    """The time for four times the actions over the time. True if it is linear."""
+    """Measure the time for four times the actions over the time; return whether it is linear."""
     print(f"\ntime(4n) / time(n) from a schedule, median of {repeats}; at most {LARGEST_GROWTH} if linear\n")
     linear = True
     for name in SCHEDULES:
@@ -140,7 +139,7 @@ def growth(repeats: int) -> bool:
 
 
 def first_call(repeats: int) -> bool:
-    """The first simulation in a fresh process, which has to load the compiler; its cache is warm."""
+    """Measure the first simulation in a fresh process, which loads the compiler with a warm cache."""
     path = Path(__file__).parent / ".first_call.json"
     ps.lower(ps.build("ZBVZeroBubble", ranks=32, microbatches=256)).write(path)
     try:
@@ -154,7 +153,7 @@ def first_call(repeats: int) -> bool:
 
 
 def many(repeats: int) -> bool:
-    """A thousand samples of 8 ranks and 64 microbatches."""
+    """Measure a thousand samples of 8 ranks and 64 microbatches."""
     lowered = ps.lower(ps.build("Interleaved1F1B", ranks=8, microbatches=64))
     seconds = []
     for seed in range(min(repeats, 5)):

@@ -1,11 +1,10 @@
-"""A transformer cut by hand, one stage on each rank.
+"""Trains a transformer that is split by hand, with one stage per rank.
 
     penstock run --ranks 2 examples/one_stage_per_rank.py
     torchrun --nproc-per-node 2 examples/one_stage_per_rank.py --schedule 1F1B
 
-The whole model is described on every rank; each keeps the parts of its stage. Any number of ranks up to that of the
-layers will do. Only the import below says which package runs it: with ``torch.distributed.pipelining`` the losses are
-the same.
+Every rank builds the whole model and keeps the parts of its stage. The number of ranks can be up to the number of
+layers. Only the import below selects the package: with ``torch.distributed.pipelining`` the losses are the same.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ VOCABULARY, WIDTH, LAYERS, LENGTH = 64, 32, 4, 16
 
 
 class Transformer(nn.Module):
-    """Parts may be None, so that what is left is a stage of it; the names of parameters stay."""
+    """A model whose parts may be None; the rest is then a stage, and parameters keep their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class Transformer(nn.Module):
         self.output: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens or what the stage before has made of them."""
+        """Run on tokens, or on the output of the previous stage."""
         x = self.embedding(x) if self.embedding is not None else x
         for layer in self.layers.values():
             x = layer(x)
@@ -47,7 +46,7 @@ class Transformer(nn.Module):
 
 
 def stage_of(model: Transformer, stage: int, stages: int) -> Transformer:
-    """Leave of the model what belongs to a stage."""
+    """Remove everything from the model that does not belong to a stage."""
     first, after = stage * LAYERS // stages, (stage + 1) * LAYERS // stages
     for layer in range(LAYERS):
         if not first <= layer < after:
@@ -60,12 +59,12 @@ def stage_of(model: Transformer, stage: int, stages: int) -> Transformer:
 
 
 def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean over all tokens."""
+    """Return the mean over all tokens."""
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def main() -> None:
-    """Train for some steps; the rank of the last stage tells the loss."""
+    """Train for some steps; the rank of the last stage prints the loss."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", choices=("GPipe", "1F1B"), default="GPipe")
     parser.add_argument("--steps", type=int, default=8)
@@ -74,7 +73,7 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     rank, stages = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # the same model on every rank, of which each keeps its stage
+    torch.manual_seed(0)  # every rank builds the same model, and keeps only its stage
     module = stage_of(Transformer(), rank, stages)
     stage = PipelineStage(module, rank, stages, torch.device("cpu"))
     kind = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[arguments.schedule]

@@ -1,10 +1,10 @@
-"""Several stages on each rank, under any schedule that has them, with an evaluation now and then.
+"""Trains with several stages per rank, with any schedule that allows them, and evaluates from time to time.
 
     penstock run --ranks 2 examples/several_stages_per_rank.py
     torchrun --nproc-per-node 4 examples/several_stages_per_rank.py --schedule DualPipeV --microbatches 8
 
-Only the imports of the package below say which one runs it: with ``torch.distributed.pipelining`` the losses are the
-same (its schedules in a V cannot evaluate, so ``--evaluate`` is off unless asked for).
+Only the imports below select the package: with ``torch.distributed.pipelining`` the losses are the same. (Its V-shaped
+schedules cannot evaluate, so ``--evaluate`` is off by default.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 
 
 class Block(nn.Module):
-    """A perceptron beside a shortcut, behind a norm."""
+    """A residual block: a norm and a perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape comes out."""
+        """Return a tensor of the same shape."""
         return x + self.narrow(functional.gelu(self.widen(self.norm(x))))
 
 
 def stages_of(rank: int, ranks: int, schedule: str) -> list[int]:
-    """Where the stages are: there and back again in a V, round and round otherwise."""
+    """Return the stages of a rank: down and up again in a V, otherwise in a loop."""
     if schedule in IN_A_V:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + turn * ranks for turn in range(STAGES_PER_RANK)]
 
 
 def main() -> None:
-    """Train for some steps; the rank of the last stage tells the loss."""
+    """Train for some steps; the rank of the last stage prints the loss."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", default="Interleaved1F1B")
     parser.add_argument("--steps", type=int, default=8)
@@ -56,7 +56,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     total = ranks * STAGES_PER_RANK
-    torch.manual_seed(0)  # the same model on every rank, of which each keeps its stages
+    torch.manual_seed(0)  # every rank builds the same model, and keeps only its stages
     model = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(total))
     mine = stages_of(rank, ranks, arguments.schedule)
     stages = [PipelineStage(model[index], index, total, torch.device("cpu")) for index in mine]

@@ -1,1 +1,1 @@
-"""What benchmarks/runtime.py is made of: a module per question, and what they share."""
+"""The parts of benchmarks/runtime.py and dropin.py: a module per question, and shared helpers."""

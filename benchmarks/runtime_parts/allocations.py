@@ -1,7 +1,7 @@
-"""Every block that torch's allocator hands out and takes back, in order, as its profiler sees them.
+"""Traces every block that torch's allocator allocates and frees, in order, with its profiler.
 
-The profiler is asked, not the runtime that is measured, so that all are treated alike. Sizes are those of tensor
-storages; what was allocated before the trace began is not in it.
+The profiler is independent of the measured runtime, so that all contestants are treated alike. Sizes are those of
+tensor storages; allocations from before the trace are not included.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MARK = "mark: "
 
 
 class Block(NamedTuple):
-    """Bytes that were taken (or given back, if negative) at an address."""
+    """Bytes that were allocated (or freed, if negative) at an address."""
 
     address: int
     size: int
@@ -45,7 +45,7 @@ def traced(trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The profiler tells the terminal that it starts and stops; nobody asked."""
+    """Suppress the messages that the profiler prints when it starts and stops."""
     terminal = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -70,17 +70,17 @@ def _all(events: Iterable[Any]) -> Iterator[Any]:
 
 
 def between(trace: Trace, begin: str, end: str) -> Trace:
-    """What lies between two marks."""
+    """Return the part of a trace between two marks."""
     return trace[trace.index(begin) + 1 : trace.index(end)]
 
 
 def level(trace: Trace) -> int:
-    """Bytes in use at the end of a trace."""
+    """Return the bytes in use at the end of a trace."""
     return sum(entry.size for entry in trace if isinstance(entry, Block))
 
 
 def peak(trace: Trace, size: int | None = None) -> int:
-    """The most bytes in use at any time; of blocks of one size only, if given."""
+    """Return the peak of bytes in use; only of blocks of one size, if given."""
     highest = now = 0
     for entry in trace:
         if isinstance(entry, Block) and size in (None, abs(entry.size)):
@@ -90,7 +90,7 @@ def peak(trace: Trace, size: int | None = None) -> int:
 
 
 def freed(before: Trace, after: Trace) -> int:
-    """Bytes in use at the end of the one trace that are given back in the other."""
+    """Return the bytes in use at the end of one trace that are freed in the other."""
     alive: dict[int, int] = {}
     for entry in before:
         if isinstance(entry, Block):

@@ -1,4 +1,4 @@
-"""Who runs a schedule: the installed torch, a loop written by hand, and penstock."""
+"""Defines the contestants that run a schedule: the installed torch, a hand-written loop, and penstock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtime_parts.models import Model, loss_function
 if TYPE_CHECKING:
     from torch import nn
 
-#: All that torch has; the first two have one stage a rank.
+#: All schedules that torch has; the first two have one stage per rank.
 SCHEDULES = (
     "GPipe",
     "1F1B",
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def lowered(self) -> ps.Schedule:
-        """With transfers; nothing is sharded here, so nothing is gathered or reduced."""
+        """The schedule with transfers; nothing is sharded here, so nothing is unsharded or reduced."""
         return ps.lower(self.compute, unshard=False, reduce=False)
 
     @cached_property
@@ -65,13 +65,13 @@ class Case:
 
     @property
     def modules(self) -> dict[int, nn.Module]:
-        """New stages of this rank."""
+        """Build the stages of this rank."""
         rank_of = self.compute.placement.rank_of
         return self.model.modules(len(rank_of), [stage for stage, rank in enumerate(rank_of) if rank == self.rank])
 
     @property
     def order(self) -> list[tuple[str, int, int]]:
-        """What this rank does: type, stage, microbatch; what overlaps, in its order."""
+        """The actions of this rank: type, stage, microbatch; overlaps in the order of their parts."""
         order = []
         for action in self.lowered.actions[self.rank]:
             order += [
@@ -82,28 +82,28 @@ class Case:
 
 
 class Contestant:
-    """Runs a step. The gradients are in its modules then, and the losses of the microbatches in ``losses``."""
+    """Runs a step, after which gradients are in its modules and the losses of the microbatches in ``losses``."""
 
     modules: dict[int, nn.Module]
     losses: list[torch.Tensor]
 
     def step(self) -> None:
-        """Forward and backward of all microbatches."""
+        """Run forward and backward of all microbatches."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let go of the outputs of a step, as a program does that is done with them."""
+        """Release the outputs of a step, like a program that no longer needs them."""
 
     def close(self) -> None:
-        """Let go of connections and threads."""
+        """Close connections and threads."""
 
 
-#: How a contestant is made.
+#: Creates a contestant.
 Kind = Callable[[Case], Contestant]
 
 
 class Torch(Contestant):
-    """The schedules of torch.distributed.pipelining."""
+    """torch.distributed.pipelining."""
 
     stage = PipelineStage
     schedules = schedules
@@ -123,18 +123,18 @@ class Torch(Contestant):
         self.target = target if len(rank_of) - 1 in self.modules else None
 
     def step(self) -> None:
-        """As its users call it."""
+        """Run a step as users call it."""
         self.losses = []
         self.schedule.step(*self.arguments, target=self.target, losses=self.losses)
 
     def release(self) -> None:
-        """Stages keep their outputs for the program to read."""
+        """Clear the outputs that stages keep for the program."""
         for stage in self.stages:
             stage.output_chunks.clear()
 
 
 class DropIn(Torch):
-    """The same program with the imports changed: penstock.pipelining."""
+    """penstock.pipelining: the same program with the imports changed."""
 
     stage = OurStage
     schedules = our_schedules
@@ -153,20 +153,20 @@ class Penstock(Contestant):
         self.target = target if len(rank_of) - 1 in self.modules else None
 
     def step(self) -> None:
-        """As its users call it."""
+        """Run a step as users call it."""
         self.losses = []
         self.pipeline.step(*self.arguments, target=self.target, losses=self.losses)
 
     def close(self) -> None:
-        """With its groups and its watch."""
+        """Close the pipeline with its groups and its watchdog."""
         self.pipeline.close()
 
 
 class Loop(Contestant):
-    """What one would write by hand for one model whose stages hand on a single tensor of a known shape.
+    """What one would write by hand for one model whose stages exchange a single tensor of a known shape.
 
-    No check, no error handling, no other model. The halves of a backward are made in the plainest way: the gradient of
-    the input with the graph kept, then a backward for the weights alone.
+    No checks, no error handling, no other model. The halves of a backward are computed in the simplest way: the
+    gradient of the input with the graph retained, then a backward for the weights only.
     """
 
     def __init__(self, case: Case) -> None:
@@ -192,7 +192,7 @@ class Loop(Contestant):
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """Walk the order; wait for what was sent at the end."""
+        """Run the order; wait for the sends at the end."""
         self.losses = []
         self.inputs = self.x.chunk(self.microbatches)
         self.targets = self.target.chunk(self.microbatches)
@@ -208,7 +208,7 @@ class Loop(Contestant):
         self.sent.clear()
 
     def forward(self, stage: int, microbatch: int) -> None:
-        """F, with the loss behind the last stage."""
+        """Run F, with the loss after the last stage."""
         x = self.take(stage, microbatch, "F").requires_grad_() if stage else self.inputs[microbatch]
         y = self.modules[stage](x)
         if stage == self.last:
@@ -233,7 +233,7 @@ class Loop(Contestant):
             (self.ready[stage - 1, microbatch, "B"],) = torch.autograd.grad(y, x, gradient, retain_graph=True)
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        """W."""
+        """Run W."""
         _, y = self.saved.pop((stage, microbatch))
         torch.autograd.backward(y, self.kept.pop((stage, microbatch)), inputs=self.weights[stage])
 
@@ -242,7 +242,7 @@ class Loop(Contestant):
         return self.seed if stage == self.last else self.take(stage, microbatch, "B")
 
     def take(self, stage: int, microbatch: int, direction: str) -> torch.Tensor:
-        """What a stage of this rank has handed on, or what has arrived."""
+        """Return what a stage of this rank has passed on, or what has arrived."""
         if (tensor := self.ready.pop((stage, microbatch, direction), None)) is not None:
             return tensor
         work, tensor = self.arriving.pop((stage, microbatch, direction))
@@ -269,10 +269,10 @@ class Loop(Contestant):
 
 
 class Alone(Loop):
-    """The same forwards and backwards of a rank, in the same order, with nothing sent or received.
+    """The same forwards and backwards of a rank, in the same order, without any transfers.
 
-    Whatever would arrive is there already. A backward is a whole one, at the place of I where the schedule splits it:
-    what the rank has to compute, without the price of splitting.
+    All inputs are available from the start. Backwards are full ones, at the place of I if the schedule splits them:
+    what the rank has to compute, without the cost of splitting.
     """
 
     def __init__(self, case: Case) -> None:
@@ -284,13 +284,13 @@ class Alone(Loop):
         self.order = [entry for entry in order if entry[0] is not None]
 
     def take(self, stage: int, microbatch: int, direction: str) -> torch.Tensor:
-        """From this rank, or what has always been there."""
+        """Return what this rank computed, or what is available from the start."""
         tensor = self.ready.pop((stage, microbatch, direction), None)
         return self.arrived.detach() if tensor is None else tensor
 
 
 class AloneInHalves(Alone):
-    """The same with the halves that the schedule asks for, each made in our way: the price of splitting is in it."""
+    """The same with the halves of the schedule, computed in our way: includes the cost of splitting."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -300,7 +300,7 @@ class AloneInHalves(Alone):
         self.left: dict[tuple[int, int], Callable[[], None]] = {}
 
     def backward_input(self, stage: int, microbatch: int) -> None:
-        """I. Nobody waits for that of the first stage."""
+        """Run I; no other stage needs that of the first stage."""
         x, y = self.saved.pop((stage, microbatch))
         gradient = self.gradient(stage, microbatch)
         if stage == 0:
@@ -310,37 +310,37 @@ class AloneInHalves(Alone):
         self.ready[stage - 1, microbatch, "B"] = found
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        """W."""
+        """Run W."""
         self.left.pop((stage, microbatch))()
 
     def halves(
         self, stage: int, x: torch.Tensor, y: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """The gradient of an input, and what makes those of the weights."""
+        """Return the gradient of an input, and what computes those of the weights."""
         (found,), left = self.splits[stage].input_backward([get_gradient_edge(y)], [gradient], [x])
         return found, left
 
 
 class AloneInTorchHalves(AloneInHalves):
-    """The same in torch's way: what it has to compute."""
+    """The same in torch's way: what torch has to compute."""
 
     def halves(
         self, stage: int, x: torch.Tensor, y: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """The gradient of an input, and what makes those of the weights."""
+        """Return the gradient of an input, and what computes those of the weights."""
         weights = self.weights[stage]
         (found,), groups = stage_backward_input([y], [gradient], [x], iter(weights))
         return found, partial(stage_backward_weight, iter(weights), groups)
 
 
 def clear(contestant: Contestant) -> None:
-    """Forget the gradients."""
+    """Reset the gradients."""
     for module in contestant.modules.values():
         module.zero_grad(set_to_none=True)
 
 
 def same_gradients(one: Contestant, other: Contestant) -> None:
-    """Raise if a step of one gives other gradients or losses than a step of the other."""
+    """Raise if a step of one gives different gradients or losses from a step of the other."""
     for contestant in (one, other):
         clear(contestant)
         contestant.step()

@@ -1,4 +1,4 @@
-"""(d) What a step holds, and what is left of it."""
+"""(d) Measures the memory that a step holds, and what it leaves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FEW, MANY = 8, 32
 OF_TORCH = 0.65
 FREED_AFTER_INPUT = 0.35
 STEPS = 4
-#: They need what all microbatches have received for the backward; or next to none.
+#: Schedules that need what all microbatches received for the backward, or almost none of it.
 HOLDING_ALL = (*SINGLE, "LoopedBFS")
 CONTESTANTS: dict[str, Kind] = {"torch": Torch, "loop": Loop, "ours": Penstock}
 #: A size that no other tensor of the model has.
@@ -42,7 +42,7 @@ RECEIVED = "received "
 
 
 class Marked(nn.Module):
-    """A linear layer that keeps one more tensor for the gradient of a weight. It has a size that nothing else has."""
+    """A linear layer that keeps one more tensor, of a unique size, for the gradient of a weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Marked(nn.Module):
         self.table = nn.Parameter(torch.ones(1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape comes out."""
+        """Return a tensor of the same shape."""
         kept = torch.zeros(MARKED, dtype=torch.int64)
         return self.linear(x) + functional.embedding(kept, self.table).mean()
 
@@ -61,7 +61,7 @@ def marked() -> Model:
 
 
 class Held(NamedTuple):
-    """Of one contestant on one rank: bytes, except for the last."""
+    """The memory of one contestant on one rank: bytes, except for the last."""
 
     peak: int
     kept: int
@@ -69,7 +69,7 @@ class Held(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What several steps leave: tensors more than before, and objects that only the collector can free."""
+    """What several steps leave: additional tensors, and objects that only the garbage collector can free."""
 
     tensors: int
     collected: int
@@ -79,7 +79,7 @@ Found = dict[tuple[str, str, str], Any]
 
 
 def report(*, repeats: int, quick: bool, ours: Kind = Penstock, our_halves: Way | None = None) -> Report:  # noqa: ARG001
-    """Peaks, buffers, live activations and leftovers: torch's, the loop's, ours."""
+    """Measure peaks, buffers, live activations and leftovers: torch's, the loop's, ours."""
     schedules = ("1F1B", "ZBVZeroBubble") if quick else SCHEDULES
     found = on_ranks(RANKS, measure, schedules, ours)
     (halves,) = on_ranks(1, measure_halves, our_halves or _our_halves)
@@ -87,10 +87,10 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock, our_halves: Way 
         "d",
         f"memory, {RANKS} ranks",
         [
-            "bytes are those of the blocks that torch's allocator gives out and takes back, as its profiler sees them,",
-            "from before the pipeline is made: what is kept between steps counts. Weights are not in it; gradients are",
-            "LoopedBFS runs all forwards first: with blocks, what it holds itself is nearly all that there is",
-            "receive buffers: the most blocks in use at a time that were received into. The rank with the most counts",
+            "bytes are those of the blocks that torch's allocator allocates and frees, as its profiler reports them,",
+            "from before the pipeline is created: what is kept between steps counts. Includes gradients, not weights",
+            "LoopedBFS runs all forwards first: with blocks, its own activations are almost all of the memory",
+            "receive buffers: the most blocks in use at a time that were received into, on the rank with the most",
         ],
     )
     for name in schedules:
@@ -121,9 +121,9 @@ def measure(rank: int, tell: Callable[[str], None], schedules: tuple[str, ...], 
 
 
 def held(kind: Callable[[Case], Contestant], case: Case) -> Held:
-    """The most bytes in use in the third step, those in use before it, and the most blocks that were received into."""
+    """Return the peak bytes of the third step, the bytes before it, and the most blocks that were received into."""
     trace: Trace = []
-    assert len(case.batch)  # made before the trace begins: it is the user's
+    assert len(case.batch)  # before the trace begins: it belongs to the user
     gc.collect()
     dist.barrier()
     with traced(trace), receives():
@@ -144,7 +144,7 @@ def held(kind: Callable[[Case], Contestant], case: Case) -> Held:
 
 @contextmanager
 def receives() -> Iterator[None]:
-    """Mark in the trace where tensors are received into, whoever receives them."""
+    """Mark in the trace where tensors are received, for every contestant."""
     kinds = [dist.ProcessGroup, Backend]
     originals = [vars(kind)["recv"] for kind in kinds]
 
@@ -166,7 +166,7 @@ def receives() -> Iterator[None]:
 
 
 def received(trace: Trace) -> int:
-    """The most blocks in use at the same time that were received into: buffers, and inputs that a backward needs."""
+    """Return the most blocks in use at a time that were received into: buffers, and inputs that a backward needs."""
     now: set[int] = set()
     most = 0
     for entry in trace:
@@ -179,7 +179,7 @@ def received(trace: Trace) -> int:
 
 
 def live(kind: Callable[[Case], Contestant], case: Case) -> tuple[float, float]:
-    """The most activations in use at the same time, and what the schedule says."""
+    """Return the most activations in use at a time, and the number that the schedule implies."""
     trace: Trace = []
     contestant = kind(case)
     contestant.step()
@@ -192,7 +192,7 @@ def live(kind: Callable[[Case], Contestant], case: Case) -> tuple[float, float]:
 
 
 def left(kind: Callable[[Case], Contestant], case: Case) -> Left:
-    """With the collector off: what is there after some steps and was not before, and what the collector then finds."""
+    """Return what is left after some steps with the garbage collector off, and what the collector then finds."""
     contestant = kind(case)
     for _ in range(3):
         contestant.step()
@@ -217,7 +217,7 @@ def tensors() -> int:
 
 
 def measure_halves(_rank: int, tell: Callable[[str], None], ours: Way) -> dict[str, tuple[int, int, int]]:
-    """Bytes that a stage holds after F, those of them that I gives back, and bytes held after I; torch's and ours."""
+    """Return bytes held after F, those of them that I frees, and bytes held after I, for torch and for us."""
     tell("(d) what I gives back")
     stage = transformer(2, 64, 4, 128).stage(0, 1)
     x = torch.randn(4, 128, 64)
@@ -305,7 +305,7 @@ def _live(made: Report, name: str, found: list[Found]) -> None:
             **{who: " ".join(f"{seen:g}" for seen, _ in rows[who]) for who in CONTESTANTS},
         }
     )
-    # Fewer is right too: where W only adds up what I has made, I releases what the schedule releases with W.
+    # Fewer is also right: where W only adds up what I computed, I releases what the schedule releases with W.
     more = max(seen - said for seen, said in rows["ours"])
     made.goals.append(Goal(f"{name}, live activations that the schedule does not count", more, 0))
 

@@ -1,4 +1,4 @@
-"""The models that are trained: a linear layer a stage, where only the runtime costs; and transformer blocks."""
+"""Defines the models: one linear layer per stage, where only the runtime costs time, and transformer blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Block(nn.Module):
-    """A transformer block: attention and a perceptron four times as wide, each behind a norm and beside a shortcut."""
+    """A transformer block: attention and a perceptron four times as wide, each with a norm and a residual."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
         self.narrow = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same shape comes out."""
+        """Return a tensor of the same shape."""
         rows, length, width = x.shape
         qkv = self.query_key_value(self.attention_norm(x)).view(rows, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -38,14 +38,14 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """What all contestants train: the same weights, the same batch."""
+    """The model and the batch that all contestants train, with the same weights."""
 
     name: str
     stage: Callable[[int, int], nn.Module]
     microbatch: tuple[int, ...]
 
     def modules(self, stages: int, mine: list[int]) -> dict[int, nn.Module]:
-        """The stages of one rank. A stage has the same weights wherever and whenever it is made."""
+        """Build the stages of one rank. A stage always has the same weights."""
         made = {}
         for index in mine:
             torch.manual_seed(1000 + index)
@@ -53,19 +53,19 @@ class Model:
         return made
 
     def batch(self, microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input and target of a step; the first dimension is that of the microbatches."""
+        """Return the input and target of a step; the first dimension is that of the microbatches."""
         torch.manual_seed(7)
         rows, *rest = self.microbatch
         return torch.randn(rows * microbatches, *rest), torch.randn(rows * microbatches, *rest)
 
 
 def linear(width: int = 8, rows: int = 2) -> Model:
-    """A linear layer a stage."""
+    """Return the model with one linear layer per stage."""
     return Model(f"Linear({width}, {width})", lambda _index, _stages: nn.Linear(width, width), (rows, width))
 
 
 def transformer(layers: int, width: int, rows: int, length: int) -> Model:
-    """Transformer blocks, evenly over the stages."""
+    """Return the model with transformer blocks, distributed evenly over the stages."""
 
     def stage(index: int, stages: int) -> nn.Module:
         first, after = index * layers // stages, (index + 1) * layers // stages
@@ -75,5 +75,5 @@ def transformer(layers: int, width: int, rows: int, length: int) -> Model:
 
 
 def loss_function(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean of squares. That of torch in one go leaves a scalar with the storage of all the squares behind it."""
+    """Return the mean of squares. Torch's fused loss returns a scalar that keeps the storage of all the squares."""
     return functional.mse_loss(output, target, reduction="none").mean()

@@ -1,4 +1,4 @@
-"""(a) What an action costs when the model costs next to nothing."""
+"""(a) Measures the overhead per action, with a trivial model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Found = dict[tuple[str, int], tuple[int, dict[str, Turns]]]
 
 
 def report(*, repeats: int, quick: bool, ours: Kind = Penstock, of_loop: float | None = OF_LOOP) -> Report:
-    """Main-thread CPU time and wall time an action: torch's, the loop's, ours."""
+    """Measure main-thread CPU time and wall time per action: torch's, the loop's, ours."""
     microbatches = (8, 64) if quick else MICROBATCHES
     found = on_ranks(RANKS, measure, repeats, microbatches, ours)
     made = Report(
@@ -34,7 +34,7 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock, of_loop: float |
         [
             "an action is a forward, a backward or a half of it, a send or a receive of the lowered schedule;",
             "the sum of both ranks over the actions of both; wall is the slower rank's step over its actions;",
-            "process is all threads of a process, those of gloo too; ratios turn by turn, with quartiles",
+            "process: all threads of a process, including gloo's; ratios turn by turn, with quartiles",
         ],
     )
     for case in found[0]:

@@ -1,6 +1,6 @@
-"""Ranks as processes of this machine, each on a core of its own, on gloo's loopback; none outlives the benchmark.
+"""Runs ranks as local processes, each on its own core, on gloo's loopback; none outlives the benchmark.
 
-Contestants may run on several sides: groups of ranks, each in processes of its own, of which one works at a time.
+Contestants may run on several sides: groups of ranks in separate processes, of which one works at a time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LONGEST_WAIT = timedelta(minutes=5)
 
 
 class RankError(Exception):
-    """A rank has failed; its traceback is the message."""
+    """A rank failed; its traceback is the message."""
 
 
 class Side:
     """One of several groups of ranks that take turns.
 
     Attributes:
-        number: which of them.
+        number: its index.
     """
 
     def __init__(self, number: int, rank: int, port: int) -> None:
@@ -46,25 +46,25 @@ class Side:
         self._turn = 0
 
     def end_turn(self) -> None:
-        """All ranks of this side have had their turn: the next one begins."""
+        """End the turn of this side, once all its ranks are done, and begin the next side's."""
         dist.barrier()
         if self._rank == 0:
             self._store.set(f"turn {self._turn}", b"")
         self._turn += 1
 
     def wait(self) -> None:
-        """Until the turn of another side is over."""
+        """Wait until the turn of another side is over."""
         self._store.wait([f"turn {self._turn}"])
         self._turn += 1
 
 
 def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``work(rank, tell, *arguments)`` returns on each rank. ``tell(text)`` shows progress."""
+    """Run ``work(rank, tell, *arguments)`` on each rank and return the results; ``tell(text)`` shows progress."""
     return _run(ranks, [work], arguments)[0]
 
 
 def on_sides(sides: int, ranks: int, work: Callable[..., Any], *arguments: Any) -> list[list[Any]]:
-    """What ``work(rank, tell, side, *arguments)`` returns on each rank of each side."""
+    """Run ``work(rank, tell, side, *arguments)`` on each rank of each side, and return the results."""
     turns = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return _run(ranks, [partial(_on_side, number, turns.port, work) for number in range(sides)], arguments)
 
@@ -77,7 +77,7 @@ def _on_side(
 
 
 def _run(ranks: int, works: Sequence[Callable[..., Any]], arguments: tuple[Any, ...]) -> list[list[Any]]:
-    """The results of each kind of work, which has a group of ranks of its own."""
+    """Return the results of each kind of work, each in a separate group of ranks."""
     context = multiprocessing.get_context("spawn")
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in works]
     processes, connections = [], []
@@ -109,7 +109,7 @@ def _collect(connections: list[Connection]) -> list[Any]:
             try:
                 kind, value = connection.recv()
             except EOFError:
-                raise RankError(f"rank {rank} has ended without a result") from None
+                raise RankError(f"rank {rank} ended without a result") from None
             if kind == "error":
                 raise RankError(f"rank {rank}: {value}")
             if kind == "result":
@@ -122,12 +122,12 @@ def _collect(connections: list[Connection]) -> list[Any]:
 def _rank(
     rank: int, ranks: int, port: int, sender: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark ends its ranks itself
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark terminates its ranks itself
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):  # two that meet on one core for a moment would both lose
+    if hasattr(os, "sched_setaffinity"):  # two ranks on one core would slow each other down
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     try:

@@ -1,4 +1,4 @@
-"""Contestants in turn, so that a busy machine is busy for all of them."""
+"""Runs contestants alternately, so that a busy machine affects all of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLOCKS = {"wall": perf_counter, "thread": thread_time, "process": process_time}
 
 @dataclass
 class Turns:
-    """Seconds a step, turn by turn, of one contestant on one rank, by each of the clocks."""
+    """Seconds per step, turn by turn, of one contestant on one rank, by each of the clocks."""
 
     wall: list[float] = field(default_factory=list)
     thread: list[float] = field(default_factory=list)
@@ -39,17 +39,17 @@ def race(
     names: Sequence[str] | None = None,
     side: Side | None = None,
 ) -> dict[str, Turns]:
-    """Let each take some steps, and again, ``repeats`` times, in an order drawn anew each time, the same on all ranks.
+    """Let each run some steps, ``repeats`` times, in a new random order each time, the same on all ranks.
 
-    Else the same one would always come after the same other, and find the caches and the heap as that one leaves them.
-    What is there when they begin is not the collector's business: only what the steps leave costs time.
+    Otherwise one contestant would always follow the same other, and find the caches and the heap as that one left them.
+    Objects that exist at the start are frozen, so that the garbage collector only spends time on what steps leave.
 
     Args:
-        contestants: by name, those of this side.
-        repeats: how often.
-        steps: how many steps a turn has.
-        names: those of all sides.
-        side: this one, if there are several.
+        contestants: those of this side, by name.
+        repeats: the number of turns of each.
+        steps: the number of steps per turn.
+        names: the names of all sides' contestants.
+        side: this side, if there are several.
     """
     names = names or list(contestants)
 
@@ -98,7 +98,7 @@ def _turn(contestant: Contestant, turns: Turns, steps: int) -> None:
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of some figures, and the quarters around it."""
+    """The median and the quartiles of some figures."""
 
     middle: float
     low: float
@@ -106,7 +106,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Iterable[float]) -> Spread:
-        """From all the figures; one is enough."""
+        """Compute from figures; one is enough."""
         ordered = list(figures)
         if len(ordered) == 1:
             return cls(ordered[0], ordered[0], ordered[0])

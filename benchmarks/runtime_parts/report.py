@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and what it may be at most, or must be at least."""
+    """A figure with an upper or a lower limit."""
 
     name: str
     figure: float
@@ -17,7 +17,7 @@ class Goal:
 
     @property
     def met(self) -> bool:
-        """True if the figure keeps to the limit."""
+        """Whether the figure is within the limit."""
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class Goal:
 
 @dataclass
 class Report:
-    """What one part has found. A row is a mapping from column to figure."""
+    """The results of one part. A row maps columns to figures."""
 
     part: str
     title: str
@@ -55,7 +55,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tables(rows: list[dict[str, Any]]) -> list[str]:
-    """A table for each run of rows with the same columns."""
+    """Return a table for each run of rows with the same columns."""
     lines: list[str] = []
     begin = 0
     for end in range(1, len(rows) + 1):

@@ -1,4 +1,4 @@
-"""(c) The two halves of a backward against a whole one."""
+"""(c) Measures the two halves of a backward against a full one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 AT_MOST = {256: 1.05, 32: 1.3}
 BLOCKS = (6, 48)
-#: Rows and length of a microbatch. Only the first has enough to compute at every width; with the second, at width 32,
-#: torch's halves cost several times a whole backward.
+#: Rows and length of a microbatch. Only the first has enough compute at every width; with the second, at width 32,
+#: torch's halves cost several times a full backward.
 MICROBATCHES = ((4, 128), (1, 32))
 JUDGED = {(256, MICROBATCHES[0]), (32, MICROBATCHES[0]), (32, MICROBATCHES[1])}
 #: The ratio with many blocks over that with few: more than this is growth, less is noise.
@@ -51,7 +51,7 @@ class Size(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """Seconds of forward, and of I and W or of a whole backward."""
+    """Seconds of the forward, and of I and W or of a full backward."""
 
     forward: float
     first: float
@@ -64,26 +64,26 @@ class Halves(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A way, and the whole backwards between."""
+    """A way to split, and the full backwards between."""
 
     way: Halves
     whole: Halves
 
     @property
     def backward(self) -> float:
-        """The backward of the way over the whole one."""
+        """The ratio of the split backward to the full one."""
         return self.way.backward / self.whole.backward
 
     @property
     def all(self) -> float:
-        """The same with the forwards."""
+        """The same ratio including the forwards."""
         return (self.way.forward + self.way.backward) / (self.whole.forward + self.whole.backward)
 
 
 def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | None = None) -> Report:
-    """CPU time of I + W over that of a whole backward: torch's, the plain way, ours.
+    """Measure CPU time of I + W over that of a full backward: torch's, the simple way, ours.
 
-    The ways that are not given are those without a stage around them.
+    By default, the ways are those without a stage around them.
     """
     sizes = [
         Size(width, blocks, *microbatch)
@@ -98,11 +98,11 @@ def report(*, repeats: int, quick: bool, ways: dict[str, Callable[[], Way]] | No
         f"I + W of transformer blocks over a whole backward, CPU time, one thread, median of {repeats}",
         [
             "whole: milliseconds of a whole backward; gradients are added to those that are there, as in a step",
-            "plain: as in the loop, the gradient of the input with the graph kept, then a backward for the weights",
+            "plain: as in the loop, the gradient of the input with the graph retained, then a backward for the weights",
             *(["bare: ours over a whole backward with no stage around it"] if "bare" in (ways or {}) else []),
             "all: forward + I + W over forward + whole backward",
-            "a way alternates with whole backwards, call by call: each finds the caches as the other leaves them;",
-            "then it is the next one's turn; ratios turn by turn, with quartiles",
+            "a way alternates with whole backwards, call by call, so each finds the caches as the other left them;",
+            "then the next way has its turn; ratios turn by turn, with quartiles",
         ],
     )
     for size in sizes:
@@ -127,7 +127,7 @@ def measure(
         count = max(2, int(SHORTEST_TURN / max(1e-4, reference(stage, x, x).backward)))
         turns: dict[str, list[Turn]] = defaultdict(list)
         gc.collect()
-        gc.freeze()  # what is there already is not the collector's business
+        gc.freeze()  # exclude existing objects from garbage collection
         for _ in range(repeats):
             for name, way in ways.items():
                 gc.collect()
@@ -138,7 +138,7 @@ def measure(
 
 
 def _turn(way: Way, reference: Way, stage: nn.Module, x: torch.Tensor, count: int) -> Turn:
-    """A way and the reference by turns, some times; who begins changes. The means."""
+    """Alternate a way with the reference, also alternating which goes first; return the means."""
     way(stage, x, x)
     several: tuple[list[Halves], list[Halves]] = ([], [])
     for number in range(count):
@@ -154,7 +154,7 @@ def whole(stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
     y = stage(x)
     forwarded = thread_time()
     torch.autograd.backward(y, gradient)
-    del y  # each way ends when the graph is gone
+    del y  # each way ends when the graph is freed
     return Halves(forwarded - begin, thread_time() - forwarded, 0)
 
 
@@ -193,7 +193,7 @@ class OurHalves:
         keep_all_freed_memory()  # as stages do
 
     def __call__(self, stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
-        """Of a microbatch."""
+        """Run one microbatch."""
         x = x.detach().requires_grad_()
         begin = thread_time()
         y = stage(x)
@@ -208,7 +208,7 @@ class OurHalves:
 
 
 def bare() -> Way:
-    """A whole backward with no stage around it."""
+    """Return the full backward without a stage around it."""
     return whole
 
 
@@ -221,7 +221,7 @@ _BARE: dict[str, Callable[[], Way]] = {
 
 
 def _same(ways: dict[str, Way], stage: nn.Module, x: torch.Tensor) -> None:
-    """Raise if a way gives other gradients; run each once on the way."""
+    """Raise if a way gives different gradients; this also runs each once."""
     expected: list[torch.Tensor] = []
     for name, way in ways.items():
         stage.zero_grad(set_to_none=True)
@@ -257,7 +257,7 @@ def _row(made: Report, size: Size, turns: dict[str, list[Turn]]) -> None:
 
 
 def _over(ones: list[Turn], others: list[Turn]) -> Spread:
-    """What the ones cost of the others, each measured by whole backwards."""
+    """Return the ratio of two ways, each measured against full backwards."""
     return ratios([turn.backward for turn in ones], [turn.backward for turn in others])
 
 

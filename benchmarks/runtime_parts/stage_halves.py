@@ -1,4 +1,4 @@
-"""The two halves of a backward, asked of a PipelineStage as a schedule asks for them."""
+"""Measures the two halves of a backward through a PipelineStage, called as by a schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MICROBATCHES = 8
 
 
 class StageHalves:
-    """The stage in the middle of three, which gets its input and its gradient from this rank."""
+    """The middle stage of three, which gets its input and its gradient from this rank."""
 
     def __init__(self, kind: Any, mode: Any, *, whole: bool = False) -> None:
         self.kind, self.mode, self.whole = kind, mode, whole
@@ -30,7 +30,7 @@ class StageHalves:
         self.microbatch = 0
 
     def prepare(self, module: nn.Module, x: torch.Tensor) -> Any:
-        """A stage of this module that knows its shapes, made once."""
+        """Create a stage of this module that knows its shapes, once."""
         if module is not self.module:
             sample = x.detach().requires_grad_()
             stage = self.kind(module, 1, 3, torch.device("cpu"), input_args=sample, output_args=module(sample))
@@ -41,7 +41,7 @@ class StageHalves:
         return self.stage
 
     def __call__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:
-        """Of a microbatch."""
+        """Run one microbatch."""
         stage, microbatch = self.prepare(module, x), self.microbatch
         if microbatch == 0:
             stage.clear_runtime_states()  # a step begins
@@ -70,7 +70,7 @@ def of_ours() -> StageHalves:
 
 
 def of_ours_whole() -> StageHalves:
-    """Ours, with a whole backward."""
+    """Run ours, with a full backward."""
     return StageHalves(OurStage, OurInferenceMode, whole=True)
 
 
@@ -82,7 +82,7 @@ _PREPARED = of_ours()
 
 
 def marked(module: nn.Module, x: torch.Tensor) -> None:
-    """F, I and W of our stage, with marks in the trace of allocations."""
+    """Run F, I and W of our stage, with marks in the trace of allocations."""
     stage = _PREPARED.prepare(module, x)
     stage.clear_runtime_states()
     stage.set_local_fwd_input(x, 0)

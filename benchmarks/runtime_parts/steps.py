@@ -1,4 +1,4 @@
-"""(b) The time of a step of a transformer."""
+"""(b) Measures the step time of a transformer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from runtime_parts.processes import Side
 
 RANKS = 2
-#: Who is in the processes of torch's side.
+#: The contestants in the processes of torch's side.
 THEIRS = ("torch", "loop", "in torch's halves")
 NEVER_ABOVE = 1.0
 OF_COMPUTE = 1.05
@@ -45,23 +45,23 @@ class Size(NamedTuple):
     length: int
     microbatches: int
     schedules: tuple[str, ...]
-    #: How many times as often its steps are repeated: short ones are the noisier.
+    #: A factor for the number of repeats: short steps are noisier.
     often: int = 1
 
     @property
     def model(self) -> Model:
-        """Its stages and microbatches."""
+        """The transformer, with its microbatches."""
         return transformer(8, self.width, self.rows // self.microbatches, self.length)
 
 
 SMALL = Size("small", 256, 32, 128, 8, SCHEDULES, often=6)
 MIDDLE = Size("mid-size", 64, 32, 128, 16, SCHEDULES, often=8)
-#: Where torch's ZBV takes more than twice what the ranks compute: this is what the goal for zero bubble is about.
+#: The size where torch's ZBV takes more than twice the compute of the ranks, which the zero-bubble goal is about.
 SHORT = Size("mid-size, short", 64, 16, 32, 16, SCHEDULES, often=24)
 
 
 def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
-    """Wall time of a step: torch's, ours, and what the ranks would take if they need not talk."""
+    """Measure the wall time of a step: torch's, ours, and that of compute without communication."""
     sizes = [SMALL, MIDDLE, SHORT]
     if quick:
         sizes = [size._replace(schedules=("1F1B", "ZBVZeroBubble")) for size in sizes]
@@ -72,17 +72,17 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
         f"64 of {repeats * MIDDLE.often}, and of {repeats * SHORT.often} with a short sequence",
         [
             "the slower rank's wall time; ratios turn by turn, with quartiles",
-            "torch and the loop in processes of their own, in turn with ours and compute alone: ours tells the heap to",
-            "keep what is freed, from which everybody gains who shares its process",
+            "torch and the loop run in separate processes, in turn with ours and compute alone: ours makes the heap",
+            "keep freed memory, from which everything in the same process benefits",
             "alone: forwards and whole backwards of the rank in the order of the schedule, nothing sent or received,",
             "both ranks at once, the slower of the two; in halves: the same with I and W, where the schedule has them,",
-            "so that the price of splitting, which (c) is about, is in it; torch's halves are its own. The goal for",
-            "ZBV is over whole backwards: the price of splitting counts",
+            "so it includes the cost of splitting, see (c); torch's halves are its own. The goal for",
+            "ZBV is relative to whole backwards: the cost of splitting counts",
             "a microbatch: rows x length of the sequence; the mid-size model with a long one is bound by its compute",
-            "DualPipeV is no zero-bubble schedule and splits few backwards (torch takes 1.3 to 1.7 of compute alone",
-            "with a short sequence, not 2.2): as for any other schedule its goal is 1.0",
-            "the loop computes twice what I and W need, and is left out where that takes long",
-            "CPU is the main thread's, both ranks together, and depends less on who else uses the machine",
+            "DualPipeV is not a zero-bubble schedule and splits few backwards (torch takes 1.3 to 1.7 of compute alone",
+            "with a short sequence, not 2.2), so its goal is 1.0, as for other schedules",
+            "the loop computes twice what I and W need, and is omitted where that takes long",
+            "CPU: time of the main threads of both ranks, which depends less on the load of the machine",
         ],
     )
     for size in sizes:
@@ -95,7 +95,7 @@ def report(*, repeats: int, quick: bool, ours: Kind = Penstock) -> Report:
 def measure(
     rank: int, tell: Callable[[str], None], side: Side, repeats: int, sizes: list[Size], ours: Kind
 ) -> dict[tuple[str, str], dict[str, Turns]]:
-    """On one rank of torch's side or of ours."""
+    """Run on one rank of torch's side or of ours."""
     found = {}
     for size in sizes:
         for name in size.schedules:

@@ -69,7 +69,7 @@ def test_it_learns():
     assert (result.returncode, result.stderr) == (0, "")
     assert "Schedule ZBVZeroBubble: 4 ranks, 8 stages, 4 microbatches" in result.stdout
     assert re.search(r"lowered to \d+ actions: complete, ordered, free of deadlock \(under 12 of 12", result.stdout)
-    assert "gradients of the first step are those of the unsplit model" in result.stdout
+    assert "gradients of the first step match the unsplit model" in result.stdout
     losses = {
         int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\d\.\d{3})$", result.stdout, re.M)
     }
@@ -153,10 +153,10 @@ def test_what_is_assumed(name, told):
 def test_the_figures_are_explained(monkeypatch):
     monkeypatch.setattr(demo, "cores", lambda: 2)
     assert demo._explained(1, 2) == [
-        "measured in the last step; predicted from what each action took in it, waiting left out"
+        "measured in the last step; predicted from the time of each action in it, without waiting"
     ]
     figures, shared = demo._explained(5, 4)
-    assert figures.startswith("measured in one of the last 5 steps, the one of median length; ")
+    assert figures.startswith("measured in the step of median length among the last 5; ")
     assert shared.startswith("4 ranks share 2 cores here")
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_trained():
     forward = penstock("demo", "--schedule", "ForwardOnly")
     assert (forward.returncode, forward.stdout) == (2, "")
     assert forward.stderr == (
-        "penstock: ForwardOnly has no backwards, so nothing would be learnt; try --schedule 1F1B\n"
+        "penstock: ForwardOnly has no backward, so nothing would be trained; try --schedule 1F1B\n"
     )
 
 

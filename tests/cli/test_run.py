@@ -129,20 +129,20 @@ def test_a_killed_rank_comes_first(script):
         "run", "-r", "3", script("rank == 2 and (time.sleep(1), os.kill(os.getpid(), 9)); sys.exit(1 - rank)")
     )
     assert result.returncode == 137
-    assert result.stderr == "penstock: rank 2 was ended by SIGKILL, rank 0 failed with exit code 1\n"
+    assert result.stderr == "penstock: rank 2 was killed by SIGKILL, rank 0 failed with exit code 1\n"
 
 
 def test_the_others_are_ended_when_one_has_failed(script):
     begun = time.monotonic()
     result = penstock("run", "-r", "2", script("sys.exit('no more') if rank else time.sleep(300)"))
     assert result.returncode == 1
-    assert result.stderr == "rank 1: no more\npenstock: rank 1 failed with exit code 1; rank 0 was ended after that\n"
+    assert result.stderr == "rank 1: no more\npenstock: rank 1 failed with exit code 1; rank 0 was then terminated\n"
     assert time.monotonic() - begun < 20
 
 
 def test_a_killed_rank(script):
     result = penstock("run", "-r", "2", script("rank and os.kill(os.getpid(), 9)"))
-    assert (result.returncode, result.stderr) == (137, "penstock: rank 1 was ended by SIGKILL\n")
+    assert (result.returncode, result.stderr) == (137, "penstock: rank 1 was killed by SIGKILL\n")
 
 
 def test_one_that_does_not_listen_is_killed(script):
@@ -151,7 +151,7 @@ def test_one_that_does_not_listen_is_killed(script):
     )
     result = penstock("run", "-r", "2", "--timeout", "2", script(deaf))
     assert result.returncode == 124
-    assert result.stderr == "penstock: it took longer than --timeout allows; every process was ended\n"
+    assert result.stderr == "penstock: timed out (--timeout); all processes were terminated\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -187,7 +187,7 @@ except KeyboardInterrupt:
         started.send_signal(signal.SIGINT)
         assert sorted(started.stdout.read().splitlines()) == ["rank 0: saved", "rank 1: saved"]
         assert started.wait(10) == 130
-        assert started.stderr.read() == "penstock: interrupted; every process has ended\n"
+        assert started.stderr.read() == "penstock: interrupted; all processes have ended\n"
 
 
 def test_no_line_is_lost_or_told_twice_at_an_interrupt(script):
@@ -285,13 +285,13 @@ def test_ranks_behind_the_script(script, option):
     assert result.returncode == 0
     assert sorted(result.stdout.splitlines()) == [f"rank {rank}: {' '.join(option)}" for rank in range(4)]
     assert result.stderr == (
-        f"penstock: {option[0]} stands behind the script, so the script gets it; 4 ranks are started. "
-        "Options of penstock run stand before it\n"
+        f"penstock: {option[0]} comes after the script, so it is passed to the script; starting 4 ranks. "
+        "Put options of penstock run before the script\n"
     )
 
 
 def test_other_options_behind_the_script(script):
-    told = "stands behind the script, so the script gets it. Options of penstock run stand before it"
+    told = "comes after the script, so it is passed to the script. Put options of penstock run before the script"
     result = penstock("run", "-r", "1", script(""), "--timeout=3", "-r", "3", "--no-prefix", "--rate", "-recent")
     assert result.stderr.splitlines() == [f"penstock: --no-prefix {told}", f"penstock: --timeout=3 {told}"]
     assert penstock("run", "-r", "1", script(""), "--", "--timeout=3").stderr == ""

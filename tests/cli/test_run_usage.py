@@ -25,21 +25,21 @@ def test_what_is_set_stays():
     ("outcome", "code", "summary"),
     [
         (Outcome(), 0, ""),
-        (Outcome(timed_out=True), 124, "it took longer than --timeout allows; every process was ended"),
+        (Outcome(timed_out=True), 124, "timed out (--timeout); all processes were terminated"),
         (
             Outcome((RankExit(2, -9), RankExit(0, 1), RankExit(1, 1)), timed_out=True),
             137,
-            "rank 2 was ended by SIGKILL, ranks 0 and 1 failed with exit code 1",
+            "rank 2 was killed by SIGKILL, ranks 0 and 1 failed with exit code 1",
         ),
         (
             Outcome((RankExit(2, -6), RankExit(3, -6), RankExit(0, 137), RankExit(1, 1))),
             134,
-            "ranks 2 and 3 were ended by SIGABRT, rank 0 failed with exit code 137, rank 1 with exit code 1",
+            "ranks 2 and 3 were killed by SIGABRT, rank 0 failed with exit code 137, rank 1 with exit code 1",
         ),
         (
             Outcome((RankExit(1, 1),), ended=(0, 2)),
             1,
-            "rank 1 failed with exit code 1; ranks 0 and 2 were ended after that",
+            "rank 1 failed with exit code 1; ranks 0 and 2 were then terminated",
         ),
     ],
 )
@@ -52,13 +52,13 @@ def test_bad_usage(tmp_path):
     script.touch()
     missing = penstock("run", "nowhere.py")
     assert missing.returncode == 2
-    assert "there is no file nowhere.py; for a module, add --module" in missing.stderr
+    assert "file nowhere.py does not exist; add --module to run a module" in missing.stderr
     directory = penstock("run", ".")
     assert directory.returncode == 2
     assert ". is a directory" in directory.stderr
     theirs = penstock("run", "--nproc-per-node", "2", str(script))
     assert theirs.returncode == 2
-    assert "that is an option of torchrun; here it is --ranks 2" in theirs.stderr
+    assert "this is torchrun's option; use --ranks 2" in theirs.stderr
     assert penstock("run", "-r", "0", str(script)).returncode == 2
     assert penstock("run", "--timeout", "0", str(script)).returncode == 2
 
@@ -67,7 +67,7 @@ def test_the_nearest_command():
     assert "No such command 'shwo'. Did you mean show?" in penstock("shwo").stderr
     far = penstock("trian")
     assert far.returncode == 2
-    assert "No such command 'trian'. There are show, check, simulate, " in " ".join(far.stderr.split())
+    assert "No such command 'trian'. The commands are show, check, simulate, " in " ".join(far.stderr.split())
 
 
 def test_help_names_what_is_set():

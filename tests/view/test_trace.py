@@ -172,7 +172,12 @@ def test_the_unit(tmp_path):
 
 @pytest.mark.parametrize(
     ("unit", "message"),
-    [(0, "must be a positive number"), (float("nan"), "must be a positive number"), (1e-12, "larger unit"), (1e9, "smaller unit")],
+    [
+        (0, "must be a positive number"),
+        (float("nan"), "must be a positive number"),
+        (1e-12, "larger unit"),
+        (1e9, "smaller unit"),
+    ],
 )
 def test_a_wrong_unit(unit, message, tmp_path):
     with pytest.raises(WriteError, match=message):
