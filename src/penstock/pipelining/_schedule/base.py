@@ -217,11 +217,8 @@ class _PipelineSchedule(ABC):
         if self._whole is None:
             return {}
         specs = self._args_chunk_spec, self._kwargs_chunk_spec, replaceable()._TARGET_CHUNK_SPEC
-        found: dict[str, Samples] = {}
-        for name, whole, spec in zip(("args", "kwargs", "target"), self._whole, specs, strict=True):
-            if not _is_missing(whole):  # there are specs on every rank, arguments only on some
-                found |= count_samples(name, whole, spec)
-        return found
+        named = zip(("args", "kwargs", "target"), self._whole, specs, strict=True)
+        return {place: samples for each in named for place, samples in count_samples(*each).items()}
 
     def _prepare_forwards(self, stages: list[Any], args: Any, kwargs: Any) -> None:
         passed: Any = None
@@ -516,10 +513,6 @@ def _warn_of_sizes(targets: list[Any]) -> None:
             "a batch that can be divided, or a loss that is a sum and scale_grads=False",
             stacklevel=5,
         )
-
-
-def _is_missing(whole: Any) -> bool:
-    return whole is None or (isinstance(whole, (tuple, dict)) and not whole)
 
 
 def _nobody_answers(stages: list[Any]) -> bool:
