@@ -434,7 +434,7 @@ def test_every_cause_of_idle_time_is_hatched_its_own_way(show, dark):
     assert len(set(samples)) == len(timeline.idle_by_cause)
     said = page.locator("#causes li[title]").evaluate_all("(causes) => causes.map((cause) => cause.title)")
     assert len(set(said)) == len(timeline.idle_by_cause)
-    assert "another rank has made what is needed, but not sent it yet" in said
+    assert "another rank has computed the tensor, but not sent it yet" in said
 
 
 def test_every_cause_has_a_colour_in_both_themes():
@@ -584,7 +584,7 @@ def test_what_cannot_be_shown_is_refused(tmp_path):
         write_page([], tmp_path / "timeline.html")
     with pytest.raises(WriteError, match="1 timelines, but 2 titles"):
         write_page(timeline, tmp_path / "timeline.html", titles=["one", "two"])
-    with pytest.raises(WriteError, match="at least 0, not -1"):
+    with pytest.raises(WriteError, match="at least 0, got -1"):
         write_page(timeline, tmp_path / "timeline.html", memory_limit=-1)
     with pytest.raises(WriteError, match="cannot be written: No such file"):
         write_page(timeline, tmp_path / "none" / "timeline.html")

@@ -1,4 +1,4 @@
-"""The forwards of a schedule: what an evaluation runs."""
+"""Extracts the forwards of a schedule, for evaluation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def forwards_of(schedule: Schedule) -> Schedule:
-    """Keep only the forwards, in order; one that was part of an overlap stands alone. O(n).
+    """Keep only the forwards, in order, taken out of overlaps. O(n).
 
     >>> from penstock.ir.schedule import Schedule
     >>> schedule = Schedule([["0F0", "0F1", "0B0", "0B1"], ["1F0", "(1F1;1B0)OVERLAP_F_B", "1B1"]])

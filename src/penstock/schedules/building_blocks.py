@@ -1,10 +1,10 @@
-"""The compactor for schedules that repeat one building block per microbatch, on ranks with two stages in a V.
+"""Repeats one building block per microbatch, on ranks with two stages in a V, and compacts the result.
 
 Qi et al., "Pipeline Parallelism with Controllable Memory", 2024: the lifespan of the activations in the block sets the
-memory of the schedule. Every sixth tick a microbatch enters, and on each rank its four passes F0, F1, I1 and I0 keep
-their offsets; the two slots left over are for the weight gradients. Repeated like that the block wastes time where the
-pipeline fills and drains, so the order is then run tick by tick, every rank taking what it can earlier as long as it
-keeps within the memory of the plain repetition.
+memory of the schedule. A microbatch enters every sixth tick, and on each rank its four passes F0, F1, I1 and I0 keep
+their offsets; the two remaining slots are for the weight gradients. Repeating the block wastes time during warm-up and
+cool-down, so the order is then run tick by tick, and every rank runs actions earlier where it can, within the memory of
+the plain repetition.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NEVER: Final = 1 << 60
 
 
 def repeat_and_compact(blocks: Sequence[Block], microbatches: int) -> list[Codes]:
-    """The rows of the ranks that these blocks are for.
+    """Return the rows of the ranks with these blocks.
 
-    A rank looks for its next action only when it or a neighbour has run one: O(number of actions) looks.
+    A rank looks for its next action only when it or a neighbour has run one, so there are O(number of actions) looks.
     """
-    orders = [_repeated(block, microbatches) for block in blocks]
-    limit = max(max(np.cumsum([_LIVE[note] for note in order])) for order in orders)
+    orders = [_repeat(block, microbatches) for block in blocks]
+    limit = max(max(np.cumsum([_LIVE[token] for token in order])) for order in orders)
     done_forward = [array("q", [_NEVER]) * microbatches for _ in range(2 * len(blocks))]
     done_input = [array("q", [_NEVER]) * microbatches for _ in range(2 * len(blocks))]
     ranks = [
@@ -50,36 +50,38 @@ def repeat_and_compact(blocks: Sequence[Block], microbatches: int) -> list[Codes
     ]
     tick, awake = 0, set(range(len(ranks)))
     while awake:
-        chosen = [(rank, ranks[rank].choose(tick)) for rank in awake]  # before any runs: a tick takes its time
+        chosen = [(rank, ranks[rank].choose(tick)) for rank in awake]  # before any of them runs in this tick
         awake = set()
-        for rank, note in chosen:
-            if note is not None:
-                ranks[rank].run(note, tick + 1)
-                awake.update((rank - 1, rank, rank + 1))  # nobody else can have gained a choice
+        for rank, token in chosen:
+            if token is not None:
+                ranks[rank].run(token, tick + 1)
+                awake.update((rank - 1, rank, rank + 1))  # no other rank can have become ready
         awake = {rank for rank in awake if 0 <= rank < len(ranks) and ranks[rank].left}
         tick += 1
     return [rank.codes() for rank in ranks]
 
 
-def _repeated(block: Block, microbatches: int) -> list[int]:
-    """The order of a rank if every microbatch is the same block; weight gradients take the first free slots."""
-    at = {offset + PERIOD * microbatch: note for note, offset in enumerate(block) for microbatch in range(microbatches)}
+def _repeat(block: Block, microbatches: int) -> list[int]:
+    """Return the order of a rank if every microbatch is the same block; weight gradients take the first free slots."""
+    at = {
+        offset + PERIOD * microbatch: token for token, offset in enumerate(block) for microbatch in range(microbatches)
+    }
     assert len(at) == 4 * microbatches, f"two passes of the block {block} fall on one tick"
     order: list[int] = []
     owed: deque[int] = deque()
     free_from = 0
-    for tick, note in sorted(at.items()):
+    for tick, token in sorted(at.items()):
         for _ in range(min(len(owed), tick - free_from)):
             order.append(owed.popleft())
-        order.append(note)
-        if note in (_I1, _I0):
-            owed.append(_W1 if note == _I1 else _W0)
+        order.append(token)
+        if token in (_I1, _I0):
+            owed.append(_W1 if token == _I1 else _W0)
         free_from = tick + 1
     return [*order, *owed]
 
 
 class _Rank:
-    """What a rank has done, and the order of the plain repetition for the rest."""
+    """What a rank has run, and the plain repetition for the rest."""
 
     def __init__(
         self,
@@ -95,17 +97,17 @@ class _Rank:
         self.limit = limit
         self.microbatches = microbatches
         self.left = len(order)
-        self.played = array("b")
-        #: How many of each of the six notes are done, and where in the order each of them comes next.
+        self.ran = array("b")
+        #: For each of the six tokens, how many have run, and where in the order the next one is.
         self.done = [0] * PERIOD
         self.places = [array("q") for _ in range(PERIOD)]
-        for place, note in enumerate(order):
-            self.places[note].append(place)
+        for place, token in enumerate(order):
+            self.places[token].append(place)
         for places in self.places:
             places.append(_NEVER)
         self.next = [places[0] for places in self.places]
-        #: The live activations before each place of the order, if the rest is run as it stands.
-        self.live = np.cumsum([0] + [_LIVE[note] for note in order])
+        #: The live activations before each place of the order, if the rest is run in this order.
+        self.live = np.cumsum([0] + [_LIVE[token] for token in order])
         nothing = array("q", [0]) * microbatches
         self.inputs = {
             _F0: (done_forward[first - 1] if first else nothing, nothing),
@@ -121,10 +123,10 @@ class _Rank:
         }
 
     def choose(self, tick: int) -> int | None:
-        """The note to run at this tick: the earliest in the order that can run.
+        """Return the token to run at this tick: the earliest in the order that can run.
 
-        Weight gradients keep to their place and fill what would be idle. Once no microbatch is left to enter, they only
-        fill: other ranks wait for the rest.
+        Weight gradients keep their place and fill idle ticks. Once all microbatches have entered, they only fill idle
+        ticks, because other ranks wait for everything else.
         """
         done, place_of = self.done, self.next
         head = min(place_of)
@@ -133,17 +135,17 @@ class _Rank:
         if weight is not None and not draining and place_of[weight] == head:
             return weight
         best, best_place = None, _NEVER
-        for note, (first, second) in self.inputs.items():
-            place = place_of[note]
-            if place >= best_place or first[done[note]] > tick or second[done[note]] > tick:
+        for token, (first, second) in self.inputs.items():
+            place = place_of[token]
+            if place >= best_place or first[done[token]] > tick or second[done[token]] > tick:
                 continue
-            if _LIVE[note] and place > head and self.live[head : place + 1].max() >= self.limit:
+            if _LIVE[token] and place > head and self.live[head : place + 1].max() >= self.limit:
                 continue
-            best, best_place = note, place
+            best, best_place = token, place
         return weight if best is None else best
 
     def _ready_weight(self) -> int | None:
-        """The weight gradient that comes first in the order, among those whose input gradient is done."""
+        """Return the first weight gradient in the order whose input gradient has run."""
         first, second = self.done[_W0] < self.done[_I0], self.done[_W1] < self.done[_I1]
         if first and second:
             return _W0 if self.next[_W0] < self.next[_W1] else _W1
@@ -151,23 +153,23 @@ class _Rank:
             return _W0
         return _W1 if second else None
 
-    def run(self, note: int, end: int) -> None:
-        """Do it now; it ends at the given tick."""
-        number, head = self.done[note], min(self.next)
-        if _LIVE[note]:  # from now until its place in the order comes, it has been done already
-            self.live[head + 1 : self.next[note] + 1] += _LIVE[note]
-        if note in self.outputs:
-            self.outputs[note][number] = end
-        self.done[note] += 1
-        self.next[note] = self.places[note][number + 1]
+    def run(self, token: int, end: int) -> None:
+        """Run a token, which ends at the given tick."""
+        number, head = self.done[token], min(self.next)
+        if _LIVE[token]:  # from now until its place in the order, it has already run
+            self.live[head + 1 : self.next[token] + 1] += _LIVE[token]
+        if token in self.outputs:
+            self.outputs[token][number] = end
+        self.done[token] += 1
+        self.next[token] = self.places[token][number + 1]
         self.left -= 1
-        self.played.append(note)
+        self.ran.append(token)
 
     def codes(self) -> Codes:
-        """What was done, packed."""
-        notes = np.frombuffer(self.played, np.int8)
-        codes = np.zeros(len(notes), np.int64)
-        for note, kind in enumerate(_KINDS):
-            stage = self.stages[_SECOND_STAGE[note]]
-            codes[notes == note] = packed.pack(stage, kind, np.arange(self.microbatches))
+        """Return what was run, packed."""
+        tokens = np.frombuffer(self.ran, np.int8)
+        codes = np.zeros(len(tokens), np.int64)
+        for token, kind in enumerate(_KINDS):
+            stage = self.stages[_SECOND_STAGE[token]]
+            codes[tokens == token] = packed.pack(stage, kind, np.arange(self.microbatches))
         return codes

@@ -12,7 +12,7 @@ from penstock.schedules.sizes import checked_sizes
 
 
 def v_half(ranks: int, microbatches: int) -> Schedule:
-    """A V that holds half the activations of 1F1B: p // 2 + 1 microbatches of them on p ranks.
+    """Place stages in a V, and hold half the activations of 1F1B: those of p // 2 + 1 microbatches on p ranks.
 
     >>> print(v_half(ranks=3, microbatches=3).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22
@@ -30,7 +30,7 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
 
 
 def v_half_block(rank: int, ranks: int) -> Block:
-    """Two ticks a hop going down the V, one going up."""
-    pause = 3 if ranks % 2 == 0 else 0  # without it the passes of an even number of ranks would collide
+    """Return the block of a rank: two ticks per hop down the V, one per hop up."""
+    pause = 3 if ranks % 2 == 0 else 0  # otherwise the passes would collide on an even number of ranks
     turn, end = 3 * ranks - 2, 6 * ranks - 2 + pause
     return 2 * rank, turn - rank, turn + 1 + pause + 2 * rank, end - rank

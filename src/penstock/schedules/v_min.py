@@ -1,6 +1,6 @@
 """V-Min: a third of the activation memory of 1F1B.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. Its bubble grows with the number of microbatches where
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024. Its bubble grows with the number of microbatches if
 forwards and weight gradients do not cost the same.
 """
 
@@ -14,7 +14,7 @@ from penstock.schedules.v_half import v_half_block
 
 
 def v_min(ranks: int, microbatches: int) -> Schedule:
-    """A V that holds a third of the activations of 1F1B: (p + 4) // 3 microbatches of them on p ranks.
+    """Place stages in a V, and hold a third of the activations of 1F1B: those of (p + 4) // 3 microbatches on p ranks.
 
     >>> print(v_min(ranks=4, microbatches=2).grid())
     step   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
@@ -33,9 +33,9 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
 
 
 def _block(rank: int, ranks: int) -> Block:
-    """One tick a hop, up and down."""
-    if ranks // 2 + 1 == (ranks + 4) // 3:  # V-Half takes no more memory, and copes better with unequal costs
+    """Return the block of a rank: one tick per hop, up and down."""
+    if ranks // 2 + 1 == (ranks + 4) // 3:  # V-Half takes no more memory, and tolerates unequal costs better
         return v_half_block(rank, ranks)
-    pause = (2 - 2 * ranks) % PERIOD  # passes up and down take turns in the same way on any number of ranks
+    pause = (2 - 2 * ranks) % PERIOD  # makes passes up and down alternate in the same way on any number of ranks
     turn, end = 2 * ranks - 1, 4 * ranks - 1 + pause
     return rank, turn - rank, turn + 1 + pause + rank, end - rank
