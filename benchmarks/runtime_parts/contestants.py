@@ -196,7 +196,7 @@ class Loop(Contestant):
         self.losses = []
         self.inputs = self.x.chunk(self.microbatches)
         self.targets = self.target.chunk(self.microbatches)
-        self.arriving: dict[tuple[int, int, str], tuple[dist.Work, torch.Tensor]] = {}
+        self.receiving: dict[tuple[int, int, str], tuple[dist.Work, torch.Tensor]] = {}
         self.ready: dict[tuple[int, int, str], torch.Tensor] = {}
         self.saved: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
@@ -245,7 +245,7 @@ class Loop(Contestant):
         """Return what a stage of this rank has passed on, or what has arrived."""
         if (tensor := self.ready.pop((stage, microbatch, direction), None)) is not None:
             return tensor
-        work, tensor = self.arriving.pop((stage, microbatch, direction))
+        work, tensor = self.receiving.pop((stage, microbatch, direction))
         work.wait()
         return tensor
 
@@ -260,12 +260,12 @@ class Loop(Contestant):
     def receive_activation(self, stage: int, microbatch: int) -> None:
         """RECV_F."""
         buffer = torch.empty(self.shape)
-        self.arriving[stage, microbatch, "F"] = dist.irecv(buffer, self.rank_of[stage - 1]), buffer
+        self.receiving[stage, microbatch, "F"] = dist.irecv(buffer, self.rank_of[stage - 1]), buffer
 
     def receive_gradient(self, stage: int, microbatch: int) -> None:
         """RECV_B."""
         buffer = torch.empty(self.shape)
-        self.arriving[stage, microbatch, "B"] = dist.irecv(buffer, self.rank_of[stage + 1]), buffer
+        self.receiving[stage, microbatch, "B"] = dist.irecv(buffer, self.rank_of[stage + 1]), buffer
 
 
 class Alone(Loop):
@@ -296,7 +296,7 @@ class AloneInHalves(Alone):
         super().__init__(case)
         does = {"F": self.forward, "B": self.backward, "I": self.backward_input, "W": self.backward_weight}
         self.order = [(does[kind], stage, microbatch) for kind, stage, microbatch in case.order if kind in does]
-        self.splits = {stage: SplitBackward(alone=True) for stage in self.modules}
+        self.splits = {stage: SplitBackward(adds_in_place=True) for stage in self.modules}
         self.left: dict[tuple[int, int], Callable[[], None]] = {}
 
     def backward_input(self, stage: int, microbatch: int) -> None:

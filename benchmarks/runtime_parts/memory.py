@@ -251,7 +251,7 @@ def _our_halves(stage: nn.Module, x: torch.Tensor) -> None:
     root = get_gradient_edge(y)
     mark("F")
     del y
-    _, weight_backward = SplitBackward(alone=True).input_backward([root], [x.detach()], [x])
+    _, weight_backward = SplitBackward(adds_in_place=True).input_backward([root], [x.detach()], [x])
     del root, _
     mark("I")
     weight_backward()

@@ -189,7 +189,7 @@ class OurHalves:
     """Ours, for one stage."""
 
     def __init__(self) -> None:
-        self.split = SplitBackward(alone=True)
+        self.split = SplitBackward(adds_in_place=True)
         keep_all_freed_memory()  # as stages do
 
     def __call__(self, stage: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Halves:

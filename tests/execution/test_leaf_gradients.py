@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.execution.split_backward import split as split_backward
 from penstock.execution.split_backward.split import SplitBackward, WeightBackward
 from penstock.execution.stage import Stage
-from penstock.execution.step import Flight
+from penstock.execution.step import InFlight
 from penstock.runtime import Pipeline, run_in_threads
 from penstock.runtime.transport.threads import thread_transports
 
@@ -38,13 +38,13 @@ def node_of(parameter: torch.Tensor) -> Any:
 def by_engine(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many roots the engine was given in each call that adds gradients."""
     calls: list[int] = []
-    original = split_backward.accumulate
+    original = split_backward.run_backward
 
     def accumulate(roots: Any, gradients: Any) -> None:
         calls.append(len(roots))
         original(roots, gradients)
 
-    monkeypatch.setattr(split_backward, "accumulate", accumulate)
+    monkeypatch.setattr(split_backward, "run_backward", accumulate)
     return calls
 
 
@@ -56,7 +56,7 @@ def same_gradients(one: nn.Module, other: nn.Module) -> None:
 def check(module: nn.Module, x: torch.Tensor | None = None, times: int = 3) -> None:
     """Some microbatches in halves and whole give the same gradients."""
     x = x_of() if x is None else x
-    other, split = copy.deepcopy(module), SplitBackward(alone=True)
+    other, split = copy.deepcopy(module), SplitBackward(adds_in_place=True)
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
         theirs.grad = None if mine.grad is None else mine.grad.clone()
     for _ in range(times):
@@ -112,7 +112,7 @@ HOOKS: dict[str, Callable[[torch.Tensor, Callable[..., None]], Any]] = {
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ["1.weight", "1.bias", "0.weight"])
 def test_hooks_are_called_whenever_they_were_set(name: str, hook: str, when: str) -> None:
-    module, split = normed(), SplitBackward(alone=True)
+    module, split = normed(), SplitBackward(adds_in_place=True)
     parameter = module.get_parameter(name)
     holding = node_of(parameter)  # or its hooks go with the graph
     calls: list[Any] = []
@@ -162,9 +162,9 @@ def test_a_hook_that_a_forward_sets_goes_with_its_graph_also_when_backwards_are_
     module = Hooking()
     stage = Stage(0, module)
 
-    def flight() -> tuple[Flight, list[torch.Tensor]]:
+    def flight() -> tuple[InFlight, list[torch.Tensor]]:
         y = module(x := x_of())
-        return Flight((get_gradient_edge(y),), [x]), [torch.ones_like(y)]
+        return InFlight((get_gradient_edge(y),), [x]), [torch.ones_like(y)]
 
     def halves() -> None:
         _, weight_backward = stage.input_backward(*flight())
@@ -187,7 +187,7 @@ def test_a_hook_that_a_forward_sets_goes_with_its_graph_also_when_backwards_are_
 
 
 def test_a_weight_that_is_frozen_between_the_halves_gets_nothing() -> None:
-    module, split = linear(), SplitBackward(alone=True)
+    module, split = linear(), SplitBackward(adds_in_place=True)
     for _ in range(2):
         module.requires_grad_()
         weight_backward = input_half(split, module, x_of())
@@ -252,7 +252,7 @@ def test_a_sparse_gradient_beside_a_dense_one(by_engine: list[int]) -> None:
 def test_gradients_are_kept_in_the_type_that_was_asked_for() -> None:
     module = linear(dtype=torch.bfloat16)
     module.weight.grad_dtype = module.bias.grad_dtype = torch.float32
-    split = SplitBackward(alone=True)
+    split = SplitBackward(adds_in_place=True)
     for _ in range(2):
         input_half(split, module, x_of(dtype=torch.bfloat16))()
         assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
@@ -288,7 +288,7 @@ def test_a_bias_of_one_number(by_engine: list[int]) -> None:
 
 
 def test_operations_are_counted(by_engine: list[int]) -> None:
-    module, split = linear(dtype=torch.float32), SplitBackward(alone=True)
+    module, split = linear(dtype=torch.float32), SplitBackward(adds_in_place=True)
     for _ in range(2):
         weight_backward = input_half(split, module, x_of(dtype=torch.float32))
         with FlopCounterMode(display=False) as counter:
@@ -353,7 +353,7 @@ class Kind(torch.Tensor):
 
 
 def test_an_operand_of_a_type_makes_no_gradient_of_that_type() -> None:
-    module, split = linear(bias=False), SplitBackward(alone=True)
+    module, split = linear(bias=False), SplitBackward(adds_in_place=True)
     for _ in range(2):
         x = x_of()
         y = nn.functional.linear(x.as_subclass(Kind), module.weight).as_subclass(torch.Tensor)
@@ -368,7 +368,7 @@ def test_anomalies_in_gradients_of_weights_are_found(alone: bool) -> None:
     nowhere = torch.zeros(5, 3, dtype=torch.bool)
     with torch.autograd.detect_anomaly():
         y = torch.where(nowhere, module(x), 0.0)  # gradients of zero, times infinity
-        _, weight_backward = SplitBackward(alone=alone).input_backward(
+        _, weight_backward = SplitBackward(adds_in_place=alone).input_backward(
             [get_gradient_edge(y)], [torch.ones_like(y)], [x]
         )
         with pytest.raises(RuntimeError, match="returned nan values"):
@@ -376,7 +376,7 @@ def test_anomalies_in_gradients_of_weights_are_found(alone: bool) -> None:
 
 
 def test_weights_that_are_replaced_are_free() -> None:
-    module, split = linear(), SplitBackward(alone=True)
+    module, split = linear(), SplitBackward(adds_in_place=True)
     input_half(split, module, x_of())()
     old = weakref.ref(module.weight)
     module.weight = nn.Parameter(module.weight.detach().clone())
@@ -395,7 +395,7 @@ def test_weights_of_a_graph_that_is_cut_no_more_are_free() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.layer(x)) if self.turn else self.layer(x)
 
-    module, split = Either(), SplitBackward(alone=True)
+    module, split = Either(), SplitBackward(adds_in_place=True)
     input_half(split, module, x_of())()
     old = weakref.ref(module.layer.weight)
     module.layer, module.turn = linear(), True
@@ -406,7 +406,7 @@ def test_weights_of_a_graph_that_is_cut_no_more_are_free() -> None:
 
 def test_a_weight_that_becomes_another() -> None:
     """The cut is known, and what it was found for was contiguous."""
-    module, split = linear(), SplitBackward(alone=True)
+    module, split = linear(), SplitBackward(adds_in_place=True)
     for change in (None, turned, of_a_type):
         if change is not None:
             change(module)
@@ -421,7 +421,7 @@ def test_a_weight_that_becomes_another() -> None:
 
 
 def test_a_change_of_type_in_place() -> None:
-    module, split = linear(), SplitBackward(alone=True)
+    module, split = linear(), SplitBackward(adds_in_place=True)
     input_half(split, module, x_of())()
     module.zero_grad()
     module.float()
@@ -453,9 +453,9 @@ def test_nodes_do_not_live_from_one_step_to_the_next() -> None:
 def test_a_copy_of_a_stage_that_has_run() -> None:
     stage = Stage(0, linear())
     y = stage.module(x := x_of())
-    stage.input_backward(Flight((get_gradient_edge(y),), [x]), [torch.ones_like(y)])[1]()
+    stage.input_backward(InFlight((get_gradient_edge(y),), [x]), [torch.ones_like(y)])[1]()
     copied = copy.deepcopy(stage)
     assert copied.module.weight is not stage.module.weight
     y = copied.module(x)
-    copied.input_backward(Flight((get_gradient_edge(y),), [x]), [torch.ones_like(y)])[1]()
+    copied.input_backward(InFlight((get_gradient_edge(y),), [x]), [torch.ones_like(y)])[1]()
     same_gradients(copied.module, stage.module)

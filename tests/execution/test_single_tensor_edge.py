@@ -3,7 +3,7 @@
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.execution.autograd import edge_of
+from penstock.execution.autograd import gradient_edge
 from penstock.execution.single_tensor_edge import is_single
 from penstock.execution.value_spec import describe
 
@@ -31,11 +31,11 @@ class Twice(torch.autograd.Function):
 def test_graphs_begin_where_torch_says():
     x = torch.ones(3, requires_grad=True)
     for tensor in (x, x * 2, x.unbind()[2], Twice.apply(x)[1]):
-        assert edge_of(tensor)[:2] == get_gradient_edge(tensor)[:2]
+        assert gradient_edge(tensor)[:2] == get_gradient_edge(tensor)[:2]
 
 
 def test_a_graph_that_python_owns_lives_by_its_edge():
     x = torch.ones(3, requires_grad=True)
-    edge = edge_of(Twice.apply(x)[1])
+    edge = gradient_edge(Twice.apply(x)[1])
     (found,) = torch.autograd.grad(edge, x, torch.ones(3))
     assert found.tolist() == [3, 3, 3]

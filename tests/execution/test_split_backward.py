@@ -36,7 +36,7 @@ def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def splitter() -> SplitBackward:
-    return SplitBackward(alone=alone)
+    return SplitBackward(adds_in_place=alone)
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
@@ -312,7 +312,7 @@ def test_layers_that_share() -> None:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine gets every gradient of W as soon as it may, as if all were large."""
-    monkeypatch.setattr(split_backward, "_ENOUGH", 0)
+    monkeypatch.setattr(split_backward, "_FLUSH_BYTES", 0)
 
 
 @pytest.mark.usefixtures("one_by_one")

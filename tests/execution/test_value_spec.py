@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock.errors import MetadataError
-from penstock.execution.trees import SLOT
-from penstock.execution.value_spec import EdgeMeta, TensorMeta, describe, flatten, mismatch, wire
+from penstock.execution.trees import TENSOR
+from penstock.execution.value_spec import TensorSpec, ValueSpec, as_wire, describe, flatten, mismatch
 from penstock.execution.wire_format import (
     CODES,
     DTYPES,
     HEADER_BYTES,
-    LONGEST,
+    MAX_BYTES,
     VERSION,
     decode,
     encode,
@@ -92,29 +92,29 @@ def the_same(one, other):
 
 def test_a_tensor_is_described():
     tensor = torch.zeros(4, 128, 32, dtype=torch.bfloat16, requires_grad=True)
-    meta = TensorMeta.of(tensor)
-    assert meta == TensorMeta((4, 128, 32), torch.bfloat16, True, (4096, 32, 1))
+    meta = TensorSpec.of(tensor)
+    assert meta == TensorSpec((4, 128, 32), torch.bfloat16, True, (4096, 32, 1))
     assert str(meta) == "bfloat16[4, 128, 32]"
     assert type(meta.shape) is tuple
-    assert str(TensorMeta.of(torch.tensor(1.0))) == "float32[]"
+    assert str(TensorSpec.of(torch.tensor(1.0))) == "float32[]"
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_the_memory_format_survives(memory_format):
     tensor = torch.randn(2, 3, 4, 5).to(memory_format=memory_format)
-    received = TensorMeta.of(tensor).empty("cpu")
+    received = TensorSpec.of(tensor).empty("cpu")
     assert received.is_contiguous(memory_format=memory_format)
     assert received.stride() == tensor.stride()
 
 
 def cross(rank, ranks, *, group):
     tensor = torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)[1:]
-    meta = TensorMeta.of(tensor)
+    meta = TensorSpec.of(tensor)
     if rank == 0:
-        dist.send(wire(meta.arranged(tensor)), 1, group=group)
+        dist.send(as_wire(meta.to_layout(tensor)), 1, group=group)
         return True
     received = meta.empty("cpu").requires_grad_()
-    dist.recv(wire(received), 0, group=group)
+    dist.recv(as_wire(received), 0, group=group)
     return torch.equal(received, tensor) and received.stride() == tensor.stride()
 
 
@@ -135,8 +135,8 @@ def test_the_memory_format_survives_the_wire(workers):
     ],
 )
 def test_a_tensor_with_holes_is_sent_dense(tensor):
-    meta = TensorMeta.of(tensor)
-    sent = meta.arranged(tensor)
+    meta = TensorSpec.of(tensor)
+    sent = meta.to_layout(tensor)
     assert torch.equal(sent, tensor)
     assert sent.stride() == meta.stride == meta.empty().stride()
     assert not sent.is_conj()
@@ -146,13 +146,13 @@ def test_a_tensor_with_holes_is_sent_dense(tensor):
 
 def test_a_tensor_in_the_agreed_layout_is_not_copied():
     tensor = torch.randn(4, 6)
-    assert TensorMeta.of(tensor).arranged(tensor) is tensor
+    assert TensorSpec.of(tensor).to_layout(tensor) is tensor
 
 
 def test_an_agreed_layout_is_arranged():
-    agreed = TensorMeta.of(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    agreed = TensorSpec.of(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     tensor = torch.randn(2, 3, 4, 5, requires_grad=True)
-    sent = agreed.arranged(tensor)
+    sent = agreed.to_layout(tensor)
     assert sent.is_contiguous(memory_format=torch.channels_last)
     assert not sent.requires_grad
     assert torch.equal(sent, tensor)
@@ -187,7 +187,7 @@ def test_a_value_is_built_again(value):
     assert meta == describe(value)
     assert hash(meta) == hash(describe(value))
     assert meta.matches(value)
-    assert all(one is other for one, other in zip(meta.accept(value), leaves, strict=True))
+    assert all(one is other for one, other in zip(meta.match(value), leaves, strict=True))
     assert meta.is_single == isinstance(value, torch.Tensor)
 
 
@@ -331,7 +331,7 @@ def test_a_description_survives_the_bytes(value):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_element_type_survives(dtype):
-    meta = EdgeMeta(SLOT, (TensorMeta((3,), dtype, False, (1,)),))
+    meta = ValueSpec(TENSOR, (TensorSpec((3,), dtype, False, (1,)),))
     assert decode(encode(meta)) == meta
 
 
@@ -440,7 +440,7 @@ TWO_TENSORS = b"\x07\2\0\0\0" + 2 * tensor_body([2], [1])
         (sealed(b"\0", magic=b"NOPE"), "begins with b'PENS', not b'NOPE'"),
         (sealed(b"\0", version=1), "version 1, this penstock reads 2"),
         (sealed(b""), "cannot have 14 bytes"),
-        (struct.pack("<4sHII", b"PENS", VERSION, LONGEST + 1, 0), f"cannot have {LONGEST + 1} bytes"),
+        (struct.pack("<4sHII", b"PENS", VERSION, MAX_BYTES + 1, 0), f"cannot have {MAX_BYTES + 1} bytes"),
         (sealed(b"\0")[:-1] + b"\1", "checksum"),
         (sealed(b"\0" + groups() + b"\0"), "1 bytes follow the end"),
         (sealed(b"\0"), "ends too early"),
@@ -471,8 +471,8 @@ def test_a_bad_description_says_why(data, message):
 
 def test_what_cannot_be_encoded_is_told():
     with pytest.raises(MetadataError, match="is too long to send"):
-        encode(describe("x" * LONGEST))
-    meta = EdgeMeta(SLOT, (TensorMeta((1,), torch.quint8, False, (1,)),))
+        encode(describe("x" * MAX_BYTES))
+    meta = ValueSpec(TENSOR, (TensorSpec((1,), torch.quint8, False, (1,)),))
     with pytest.raises(MetadataError, match=r"quint8\[1\] cannot go from stage to stage"):
         encode(meta)
 

@@ -97,10 +97,10 @@ class Beside(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(6, 6))
-        self.alone = torch.nn.Parameter(torch.randn(6, 6))
+        self.adds_in_place = torch.nn.Parameter(torch.randn(6, 6))
 
     def forward(self, x):
-        return x @ self.weight.exp(), self.weight.exp() @ self.alone.exp()
+        return x @ self.weight.exp(), self.weight.exp() @ self.adds_in_place.exp()
 
 
 def as_tuple(value):

@@ -187,4 +187,4 @@ def test_a_step_that_fails_while_stages_are_prepared_keeps_no_batch():
     schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=averaged)
     with pytest.raises(RuntimeError, match="shapes"):
         schedule.step(x, target=target)
-    assert [one for owner in (schedule, *stages) for part in owner._coming for one in part] == []
+    assert [one for owner in (schedule, *stages) for part in owner._next_microbatches for one in part] == []

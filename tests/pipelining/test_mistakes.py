@@ -11,7 +11,7 @@ from penstock.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from penstock.pipelining._stage.announcement import from_tensors
+from penstock.pipelining._stage.announcement import decode
 from penstock.pipelining._utils import PipeliningMetadataError
 from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbers
 
@@ -57,7 +57,7 @@ def test_a_peer_that_ends_while_shapes_are_agreed_is_not_taken_for_another_versi
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(PipeliningMetadataError, match=r"has failed or ended.*Connection closed by peer") as raised:
-        from_tensors(receive)
+        decode(receive)
     assert "version" not in str(raised.value)
 
 

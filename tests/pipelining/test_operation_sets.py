@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.pipelining import PipelineStage, schedules
 from penstock.pipelining._engine import selection
-from penstock.pipelining._engine.selection import Mode, looked_at, select_mode
+from penstock.pipelining._engine.selection import Mode, select_mode, step_scope
 from penstock.pipelining._schedule import base as _schedule_base
 from penstock.pipelining._stage.compute import StageCompute
 from pipelining.contracts import (
@@ -105,7 +105,7 @@ def test_a_stage_that_makes_messages_itself_is_asked_for_them(stage):
 def test_a_stage_is_plain_during_a_step_and_no_longer(stage):
     own = ComputesItself(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
     builder = Stage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU, dw_builder=lambda: lambda: None)
-    with looked_at([stage, own, builder], ()):
+    with step_scope([stage, own, builder], ()):
         assert [one._is_plain for one in (stage, own, builder)] == [True, False, False]
     assert not stage._is_plain
 
@@ -115,7 +115,7 @@ def test_a_stage_is_plain_during_a_step_and_no_longer(stage):
     [(schedules.B, True), (schedules.I, True), (schedules.OVERLAP_F_B, True), (schedules.F, False)],
 )
 def test_a_stage_is_watched_while_somebody_else_runs_backwards(stage, custom, watched):
-    with looked_at([stage], {custom}):
+    with step_scope([stage], {custom}):
         assert (stage._is_plain, stage._is_watched) == (False, watched)
     assert not stage._is_watched
 
@@ -393,8 +393,12 @@ def step_each_way(rank, ranks, name, kind, *, group):
         with (
             mock.patch.object(_schedule_base, "select_mode", return_value=mode),
             mock.patch.object(StageCompute, "_backward", autospec=True, side_effect=StageCompute._backward) as backward,
-            mock.patch.object(StageCompute, "_outgoing", autospec=True, side_effect=StageCompute._outgoing) as sent,
-            mock.patch.object(StageCompute, "_incoming", autospec=True, side_effect=StageCompute._incoming) as come,
+            mock.patch.object(
+                StageCompute, "_outgoing_tensors", autospec=True, side_effect=StageCompute._outgoing_tensors
+            ) as sent,
+            mock.patch.object(
+                StageCompute, "_receive_buffers", autospec=True, side_effect=StageCompute._receive_buffers
+            ) as come,
         ):
             for method in (schedule.step, schedule.step, torch.no_grad()(schedule.eval), schedule.eval):
                 counts.append((backward.call_count, sent.call_count, come.call_count))

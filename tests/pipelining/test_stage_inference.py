@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from penstock.pipelining import stage as our_stage
-from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
+from penstock.pipelining._stage.announcement import UnevenForwardMeta, decode, encode
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -75,7 +75,7 @@ distributed = some.builds(
 )
 metas = some.one_of(plain, distributed)
 several = some.builds(
-    lambda first, others: ForwardMetaOfKinds(first, (0, *range(1, 1 + len(others)), 0), tuple(others)),
+    lambda first, others: UnevenForwardMeta(first, (0, *range(1, 1 + len(others)), 0), tuple(others)),
     some.lists(metas, max_size=3).map(tuple),
     some.lists(some.lists(metas, max_size=3).map(tuple), max_size=3),
 )
@@ -88,17 +88,17 @@ messages = some.one_of(
 
 def passed(tensors):
     parts = iter(tensors)
-    return from_tensors(lambda tensor: tensor.copy_(next(parts)))
+    return decode(lambda tensor: tensor.copy_(next(parts)))
 
 
 @given(messages)
 def test_what_is_told_is_understood(message):
-    assert passed(to_tensors(message)) == message
+    assert passed(encode(message)) == message
 
 
 @given(messages, some.data())
 def test_a_message_that_is_damaged_is_an_error(message, data):
-    tensors = to_tensors(message)
+    tensors = encode(message)
     part = data.draw(some.sampled_from(range(len(tensors))))
     place = data.draw(some.integers(0, len(tensors[part]) - 1))
     tensors[part][place] += data.draw(some.integers(1, 255))
@@ -116,7 +116,7 @@ def test_other_values_are_no_messages(value):
     with pytest.raises(PipeliningMetadataError):
         passed([part for part in header_tensor(describe(value)) if part is not None])
     with pytest.raises(PipeliningMetadataError):
-        to_tensors(value)
+        encode(value)
 
 
 # A run that leaves no trace -------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_placements_that_are_not_known_are_not_sent():
 
     meta = _DTensorMeta(torch.Size([1]), (1,), torch.float32, False, torch.Size([1]), (1,), (Elsewhere(0),), (), None)
     with pytest.raises(PipeliningMetadataError, match=r"placed by"):
-        to_tensors(_StageForwardMeta((meta,)))
+        encode(_StageForwardMeta((meta,)))
 
 
 # Microbatches of several shapes ---------------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def uneven(rank, ranks, name, static, *, group):
         if call == "step":
             torch.testing.assert_close([parameter.grad for parameter in modules[rank].parameters()], expected)
     assert stage._kinds == (0, 1, 1)
-    assert stage._coming == ([], [])
+    assert stage._next_microbatches == ([], [])
 
 
 @pytest.mark.parametrize("static", [False, True])

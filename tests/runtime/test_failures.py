@@ -24,8 +24,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import penstock as ps
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.execution import edges
-from penstock.execution.trees import SLOT
-from penstock.execution.value_spec import EdgeMeta, TensorMeta
+from penstock.execution.trees import TENSOR
+from penstock.execution.value_spec import TensorSpec, ValueSpec
 from penstock.execution.wire_format import VERSION
 from penstock.ir.actions import ComputationType
 from penstock.runtime import Microbatches, Pipeline, Stage, run_in_threads
@@ -557,7 +557,7 @@ GARBAGE = {
     "a huge length": lambda data: sealed(started(VERSION, 2**32 - 1) + data[10:]),
     "another length": lambda data: sealed(started(VERSION, 30) + data[10:]),
     "a huge tensor": lambda _: header_of(
-        EdgeMeta(SLOT, (TensorMeta((2**31, 2**28), torch.float32, True, (2**28, 1)),))
+        ValueSpec(TENSOR, (TensorSpec((2**31, 2**28), torch.float32, True, (2**28, 1)),))
     ),
 }
 
@@ -592,7 +592,7 @@ def garbage_headers(rank, make, kinds):
                 return send(tensor, peer, tag)
 
             pipe.transport.send = damaged
-            pipe._programs.forget()
+            pipe._programs.clear()
         found.append(error_of(step))
         assert all(parameter.grad is None for parameter in module.parameters())
         pipe.close()

@@ -22,12 +22,12 @@ class Preallocated(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 3)
         self.register_buffer("out", torch.empty(2, 3))
-        self.alone = alone
+        self.adds_in_place = alone
 
     def forward(self, x):
         with torch.no_grad():
             self.out.copy_(self.layer(x))
-        return self.out if self.alone else (self.out, x)
+        return self.out if self.adds_in_place else (self.out, x)
 
 
 class Lazy(nn.Module):

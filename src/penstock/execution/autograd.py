@@ -19,7 +19,7 @@ _NOTHING: Final = nullcontext()
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
-def edge_of(tensor: torch.Tensor) -> GradientEdge:
+def gradient_edge(tensor: torch.Tensor) -> GradientEdge:
     """Where the graph of a tensor that needs a gradient begins."""
     node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf; one that Python owns must be kept alive
@@ -38,7 +38,7 @@ def without_autocast() -> AbstractContextManager[None]:
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
-def accumulate(roots: Sequence[GradientEdge | torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+def run_backward(roots: Sequence[GradientEdge | torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
     """Run a backward from the roots; gradients are added to ``.grad`` of every leaf that is reached."""
     run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run_backward
     run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
@@ -55,15 +55,15 @@ def gradients_at(
     return found
 
 
-def taken(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+def pop_gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients of leaves, taken away from them, each in memory that nobody else will change."""
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    return [gradient.clone() if gradient is not None and is_shared(gradient) else gradient for gradient in found]
+    return [gradient.clone() if gradient is not None and shares_storage(gradient) else gradient for gradient in found]
 
 
-def own_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def unshare_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Give every parameter that has just got its first gradient one of its own; returns those that still have none.
 
     Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in place,
@@ -74,7 +74,7 @@ def own_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         gradient = parameter.grad
         if gradient is None:
             left.append(parameter)
-        elif type(gradient) is torch.Tensor and is_shared(gradient):
+        elif type(gradient) is torch.Tensor and shares_storage(gradient):
             parameter.grad = gradient.clone()
     return left
 
@@ -84,7 +84,7 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def is_shared(tensor: torch.Tensor) -> bool:
+def shares_storage(tensor: torch.Tensor) -> bool:
     """Whether another tensor uses the same memory. A sparse one has none that could be asked for."""
     if tensor.layout is not torch.strided:
         return False

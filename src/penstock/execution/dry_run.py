@@ -12,12 +12,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
-from penstock.execution.edges import arguments
+from penstock.execution.edges import as_arguments
 from penstock.execution.preserved_state import copy_as_leaves, preserved_state
 from penstock.execution.shared_memory import Kin, find_groups, has_memory
 from penstock.execution.stage import CHANGES_INPUTS
 from penstock.execution.trees import tensors_in
-from penstock.execution.value_spec import EdgeMeta, describe
+from penstock.execution.value_spec import ValueSpec, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,10 +39,12 @@ class Call(NamedTuple):
     kin: Kin = ()
 
     @classmethod
-    def with_zeros(cls, meta: EdgeMeta, device: torch.device, kwargs: dict[str, Any]) -> Self:
+    def with_zeros(cls, meta: ValueSpec, device: torch.device, kwargs: dict[str, Any]) -> Self:
         """Zeros in the place of what the stage before returns: they are valid as an index, too."""
         zeros = [one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors]
-        return cls(arguments(meta.unflatten(zeros)), kwargs, [[zeros[number] for number in one] for one in meta.shared])
+        return cls(
+            as_arguments(meta.unflatten(zeros)), kwargs, [[zeros[number] for number in one] for one in meta.shared]
+        )
 
     def copy(self) -> Call:
         """The same with copies of all tensors, as leaves."""
@@ -82,7 +84,7 @@ def dry_run(
         return (run or module)(*copies.args, **copies.kwargs), copies
 
 
-def find_output(stage: Stage, call: Call) -> EdgeMeta:
+def find_output(stage: Stage, call: Call) -> ValueSpec:
     """Describe what a stage returns. Whether it changes its inputs in place is found out, too."""
     try:
         output, copies = _run(stage, call)

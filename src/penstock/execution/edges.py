@@ -15,17 +15,17 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import MetadataError, StageError
-from penstock.execution.autograd import edge_of
+from penstock.execution.autograd import gradient_edge
 from penstock.execution.shared_memory import SharedInputs, WatchedInputs, watch_shared
 from penstock.execution.step import Operation, Step
 from penstock.execution.trees import structure_of
 from penstock.execution.value_spec import (
-    EdgeMeta,
-    TensorMeta,
+    TensorSpec,
+    ValueSpec,
+    as_wire,
     describe,
     flatten,
     mismatch,
-    wire,
 )
 from penstock.execution.wire_format import HEADER_BYTES, header_tensor, read_header
 
@@ -106,7 +106,7 @@ class LastEnd:
         """RECV_B: nothing is received."""
 
 
-def arguments(value: Any) -> tuple[Any, ...]:
+def as_arguments(value: Any) -> tuple[Any, ...]:
     """What the next stage is called with: the elements of a tuple, or the value."""
     return value if type(value) is tuple else (value,)
 
@@ -130,11 +130,11 @@ def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
     if version is not None and tensor._version != version:
         raise StageError(
             f"a stage has changed a tensor in place after it returned it, while it was on its way "
-            f"({TensorMeta.of(tensor)}); return a clone of it"
+            f"({TensorSpec.of(tensor)}); return a clone of it"
         )
 
 
-def guard(meta: EdgeMeta, inputs: Tensors, *, modifiable: bool) -> SharedInputs | WatchedInputs | None:
+def guard(meta: ValueSpec, inputs: Tensors, *, modifiable: bool) -> SharedInputs | WatchedInputs | None:
     """What to check after a stage has run with these inputs; None if it may modify all of them."""
     if modifiable:
         return watch_shared(meta.structure, inputs, meta.shared) if meta.shared else None
@@ -143,10 +143,10 @@ def guard(meta: EdgeMeta, inputs: Tensors, *, modifiable: bool) -> SharedInputs 
 
 def roots_of(tensors: Tensors) -> list[GradientEdge]:
     """Where the graphs of tensors that need a gradient begin."""
-    return [edge_of(tensor) for tensor in tensors if tensor.requires_grad]
+    return [gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
-class Local:
+class LocalEdge:
     """An edge between two stages of one rank.
 
     Args:
@@ -165,13 +165,13 @@ class Local:
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             if isinstance(output, torch.Tensor):
-                step.handed[key] = keep(output)
-                return (edge_of(output),) if output.requires_grad else ()
+                step.local_values[key] = keep(output)
+                return (gradient_edge(output),) if output.requires_grad else ()
             if output is ABSENT:
-                step.handed[key] = ABSENT, None
+                step.local_values[key] = ABSENT, None
                 return ()
             leaves, meta = flatten(output, step.kin)
-            step.handed[key] = [keep(leaf) for leaf in leaves], meta
+            step.local_values[key] = [keep(leaf) for leaf in leaves], meta
             return roots_of(leaves)
 
         return give
@@ -181,7 +181,7 @@ class Local:
         key, modifiable = self._base + microbatch, self._modifiable
 
         def take(step: Step) -> Taken:
-            output, about = step.handed.pop(key)
+            output, about = step.local_values.pop(key)
             if isinstance(output, torch.Tensor):
                 check_unchanged(output, about)
                 cut = output.detach()
@@ -194,7 +194,7 @@ class Local:
                 check_unchanged(leaf, version)
             cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf, _ in output]
             watched = guard(about, cuts, modifiable=modifiable)
-            return arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], watched
+            return as_arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], watched
 
         return take
 
@@ -203,14 +203,14 @@ class Local:
         key = self._base + microbatch
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], _inputs: Tensors) -> None:
-            step.handed_gradients[key] = gradients
+            step.local_gradients[key] = gradients
 
         return give
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradients of the outputs."""
         key = self._base + microbatch
-        return lambda step: step.handed_gradients.pop(key)
+        return lambda step: step.local_gradients.pop(key)
 
     def send(self, microbatch: int) -> None:
         """SEND_F."""
@@ -225,7 +225,7 @@ class Local:
         """RECV_B."""
 
 
-def present(gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> Tensors:
+def fill_missing(gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> Tensors:
     """The gradients, with zeros for an input that nothing depends on."""
     return [
         torch.zeros_like(tensor) if gradient is None else gradient
@@ -256,8 +256,9 @@ class _Remote:
         key = self._base + microbatch
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
-            step.leaving_gradients[key] = [
-                like(gradient, tensor) for gradient, tensor in zip(present(gradients, inputs), inputs, strict=True)
+            step.outgoing_gradients[key] = [
+                to_layout_of(gradient, tensor)
+                for gradient, tensor in zip(fill_missing(gradients, inputs), inputs, strict=True)
             ]
 
         return give
@@ -268,7 +269,7 @@ class _Remote:
 
         def take(step: Step) -> Tensors:
             buffers: Tensors
-            buffers, pending = step.arriving_gradients.pop(key)
+            buffers, pending = step.receiving_gradients.pop(key)
             progress.waiting = True
             for transfer in pending:
                 transfer.wait()
@@ -282,20 +283,22 @@ class _Remote:
         tag = 2 * key + 1
 
         def operation(step: Step) -> None:
-            tensors = step.leaving_gradients.pop(key)
-            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors]
+            tensors = step.outgoing_gradients.pop(key)
+            step.sends_in_flight[tag] = [
+                (send(as_wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors
+            ]
 
         return operation
 
 
-def like(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def to_layout_of(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The gradient in the layout of its tensor, which is what the other side expects."""
     if gradient.stride() == tensor.stride() and not (gradient.is_conj() or gradient.is_neg()):
         return gradient
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(gradient)
 
 
-class Agreed(_Remote):
+class NegotiatedEdge(_Remote):
     """An edge between ranks, over which goes what was agreed beforehand."""
 
     def __init__(
@@ -304,7 +307,7 @@ class Agreed(_Remote):
         transport: Link,
         peer: int,
         device: torch.device,
-        metas: Sequence[EdgeMeta],
+        metas: Sequence[ValueSpec],
         *,
         modifiable: bool = True,
     ) -> None:
@@ -317,15 +320,15 @@ class Agreed(_Remote):
         key, meta, modifiable = self._base + microbatch, self._metas[microbatch], self._modifiable
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            leaves = meta.accept(output, kin=step.kin if modifiable else None)
+            leaves = meta.match(output, kin=step.kin if modifiable else None)
             if leaves is None:
-                raise self._unlike(step, meta, output)
-            step.leaving[key] = [keep(one.arranged(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+                raise self._mismatch(step, meta, output)
+            step.outgoing[key] = [keep(one.to_layout(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
             return roots_of(leaves)
 
         return give
 
-    def _unlike(self, step: Step, meta: EdgeMeta, output: Any) -> MetadataError:
+    def _mismatch(self, step: Step, meta: ValueSpec, output: Any) -> MetadataError:
         found = describe(output, step.kin)
         error = mismatch(meta, found, sender=self._sender, receiver=self._receiver)
         return error or MetadataError(f"{self._sender} gives a value that cannot be sent: {output!r}")
@@ -337,13 +340,13 @@ class Agreed(_Remote):
         modifiable = self._modifiable
 
         def take(step: Step) -> Taken:
-            buffers, pending = step.arriving.pop(key)
+            buffers, pending = step.receiving.pop(key)
             progress.waiting = True
             for transfer in pending:
                 transfer.wait()
             progress.waiting = False
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
-            return arguments(meta.unflatten(buffers)), inputs, guard(meta, buffers, modifiable=modifiable)
+            return as_arguments(meta.unflatten(buffers)), inputs, guard(meta, buffers, modifiable=modifiable)
 
         return take
 
@@ -353,36 +356,38 @@ class Agreed(_Remote):
         tag = 2 * key
 
         def operation(step: Step) -> None:
-            kept = step.leaving.pop(key)
-            step.sending[tag] = [(send(wire(tensor), peer, tag), tensor, version) for tensor, version in kept]
+            kept = step.outgoing.pop(key)
+            step.sends_in_flight[tag] = [
+                (send(as_wire(tensor), peer, tag), tensor, version) for tensor, version in kept
+            ]
 
         return operation
 
     def receive(self, microbatch: int) -> Operation:
         """RECV_F."""
-        return self._receiving(microbatch, self._metas[microbatch].tensors, "arriving", 0)
+        return self._receiving(microbatch, self._metas[microbatch].tensors, "receiving", 0)
 
     def send_gradients(self, microbatch: int) -> Operation | None:
         """SEND_B."""
-        return self._send_gradients(microbatch) if self._returning(microbatch) else None
+        return self._send_gradients(microbatch) if self._gradient_specs(microbatch) else None
 
     def receive_gradients(self, microbatch: int) -> Operation | None:
         """RECV_B."""
-        returning = self._returning(microbatch)
-        return self._receiving(microbatch, returning, "arriving_gradients", 1) if returning else None
+        returning = self._gradient_specs(microbatch)
+        return self._receiving(microbatch, returning, "receiving_gradients", 1) if returning else None
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradients of the outputs."""
-        return super().take_gradients(microbatch) if self._returning(microbatch) else lambda _: ()
+        return super().take_gradients(microbatch) if self._gradient_specs(microbatch) else lambda _: ()
 
     def give_gradients(self, microbatch: int) -> GiveGradients:
         """Keep the gradients of the inputs for the stage before."""
-        return super().give_gradients(microbatch) if self._returning(microbatch) else lambda *_: None
+        return super().give_gradients(microbatch) if self._gradient_specs(microbatch) else lambda *_: None
 
-    def _returning(self, microbatch: int) -> list[TensorMeta]:
+    def _gradient_specs(self, microbatch: int) -> list[TensorSpec]:
         return [meta for meta in self._metas[microbatch].tensors if meta.requires_grad]
 
-    def _receiving(self, microbatch: int, metas: Sequence[TensorMeta], where: str, kind: int) -> Operation:
+    def _receiving(self, microbatch: int, metas: Sequence[TensorSpec], where: str, kind: int) -> Operation:
         key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
         tag = 2 * key + kind
         layouts = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
@@ -391,12 +396,12 @@ class Agreed(_Remote):
             buffers = [
                 torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in layouts
             ]
-            getattr(step, where)[key] = buffers, [receive(wire(buffer), peer, tag) for buffer in buffers]
+            getattr(step, where)[key] = buffers, [receive(as_wire(buffer), peer, tag) for buffer in buffers]
 
         return operation
 
 
-class Announced(_Remote):
+class HeaderedEdge(_Remote):
     """An edge between ranks, over which every value is described before it goes: shapes may vary."""
 
     def __init__(
@@ -413,8 +418,8 @@ class Announced(_Remote):
             leaves, meta = flatten((step.samples.get(microbatch), output), step.kin)
             step.metas[key] = meta  # for the gradients, which may be asked for before this is sent
             header = [(part.to(device), None) for part in header_tensor(meta) if part is not None]
-            tensors = [keep(one.arranged(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
-            step.leaving[key] = [*header, *tensors]
+            tensors = [keep(one.to_layout(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            step.outgoing[key] = [*header, *tensors]
             return roots_of(leaves)
 
         return give
@@ -426,8 +431,10 @@ class Announced(_Remote):
         tag = self._first_tag + place
 
         def operation(step: Step) -> None:
-            kept = step.leaving.pop(key)
-            step.sending[place] = [(send(wire(tensor), peer, tag), tensor, version) for tensor, version in kept]
+            kept = step.outgoing.pop(key)
+            step.sends_in_flight[place] = [
+                (send(as_wire(tensor), peer, tag), tensor, version) for tensor, version in kept
+            ]
 
         return operation
 
@@ -443,9 +450,9 @@ class Announced(_Remote):
 
         def announced(step: Step) -> None:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
-            step.arriving[key] = header, receive(header, peer, tag)
+            step.receiving[key] = header, receive(header, peer, tag)
             if not tagged:
-                step.arriving[key] = self._announced(header, step.arriving[key][1], tag)
+                step.receiving[key] = self._announced(header, step.receiving[key][1], tag)
 
         return announced
 
@@ -456,7 +463,7 @@ class Announced(_Remote):
         tagged, progress = self._transport.model.lanes == "message", self._transport.progress
 
         def take(step: Step) -> Taken:
-            coming: Any = step.arriving.pop(key)
+            coming: Any = step.receiving.pop(key)
             progress.waiting = True
             meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
             for transfer in pending:
@@ -471,7 +478,7 @@ class Announced(_Remote):
                 if one.requires_grad and torch.is_grad_enabled()
             ]
             watched = watch_shared(structure_of(value, []), buffers, meta.shared) if meta.shared else None
-            return arguments(value), inputs, watched
+            return as_arguments(value), inputs, watched
 
         return take
 
@@ -483,7 +490,7 @@ class Announced(_Remote):
             step.samples[microbatch] = told[0]
         return told[1]
 
-    def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[EdgeMeta, Tensors, Sequence[Any]]:
+    def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[ValueSpec, Tensors, Sequence[Any]]:
         """Read a header, and receive what it announces."""
         transfer.wait()
         try:
@@ -495,11 +502,11 @@ class Announced(_Remote):
         except MetadataError as error:
             told = f"what {self._sender} announced to {self._receiver} is damaged: {error}"
             raise MetadataError(told) from error
-        meta = cast("EdgeMeta", meta)
+        meta = cast("ValueSpec", meta)
         # In inference mode changes of a new tensor would not be counted.
         with torch.inference_mode(False) if meta.shared else nullcontext():
             buffers = [one.empty(self._device) for one in meta.tensors]
-        return meta, buffers, [self._transport.receive(wire(buffer), self._peer, tag) for buffer in buffers]
+        return meta, buffers, [self._transport.receive(as_wire(buffer), self._peer, tag) for buffer in buffers]
 
     def send_gradients(self, microbatch: int) -> Operation:
         """SEND_B."""
@@ -521,7 +528,7 @@ class Announced(_Remote):
         take = super().take_gradients(microbatch)
 
         def take_posted(step: Step) -> Sequence[torch.Tensor | None]:
-            if key not in step.arriving_gradients:
+            if key not in step.receiving_gradients:
                 self._post_gradients(step, key)
             return take(step)
 
@@ -530,4 +537,4 @@ class Announced(_Remote):
     def _post_gradients(self, step: Step, key: int) -> None:
         buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
         receive, peer, tag = self._transport.receive, self._peer, 2 * key + 1
-        step.arriving_gradients[key] = buffers, [receive(wire(buffer), peer, tag) for buffer in buffers]
+        step.receiving_gradients[key] = buffers, [receive(as_wire(buffer), peer, tag) for buffer in buffers]

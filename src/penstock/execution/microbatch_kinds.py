@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 Kinds = tuple[int, ...]
 
 
-def kinds_of(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[Kinds, tuple[Any, ...]]:
+def find_kinds(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[Kinds, tuple[Any, ...]]:
     """Which microbatches have equal shapes, and what tells them apart.
 
     >>> import torch

@@ -8,7 +8,7 @@ import torch
 
 from penstock.execution.edges import ABSENT, check_unchanged
 from penstock.execution.operations import run_in_sequence
-from penstock.execution.step import Flight
+from penstock.execution.step import InFlight
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -76,7 +76,7 @@ class NativeOperations:
 
         def release(step: Step) -> None:
             for key in keys:
-                for transfer, tensor, version in step.sending.pop(key, ()):
+                for transfer, tensor, version in step.sends_in_flight.pop(key, ()):
                     progress.waiting = True
                     transfer.wait()
                     progress.waiting = False
@@ -87,7 +87,7 @@ class NativeOperations:
     def find_unrun(self, action: Action, step: Step) -> Action | None:
         """A forward or backward in a training step that has not run although its action has; None if all have."""
         for part in action.parts if torch.is_grad_enabled() else ():
-            kind, in_flight = part.computation_type, self._slot(part) in step.flights
+            kind, in_flight = part.computation_type, self._slot(part) in step.in_flight
             if (kind is FORWARD and not in_flight) or (kind in (FULL_BACKWARD, BACKWARD_INPUT) and in_flight):
                 return part
         return None
@@ -121,7 +121,7 @@ class NativeOperations:
                 step.kin = ()
             if not roots and step.training_check is not None:
                 step.training_check.note(stage, has_inputs=bool(inputs))
-            step.flights[slot] = Flight(roots, inputs)
+            step.in_flight[slot] = InFlight(roots, inputs)
 
         return forward
 
@@ -131,7 +131,7 @@ class NativeOperations:
 
         def backward(step: Step) -> None:
             gradients = take(step)
-            flight = step.flights.pop(slot)
+            flight = step.in_flight.pop(slot)
             step.operands = action, gradients
             found = stage.backward(flight, gradients)
             step.operands = None
@@ -145,7 +145,7 @@ class NativeOperations:
 
         def input_backward(step: Step) -> None:
             gradients = take(step)
-            flight = step.flights.pop(slot)
+            flight = step.in_flight.pop(slot)
             step.operands = action, gradients
             found, step.deferred[slot] = stage.input_backward(flight, gradients)
             step.operands = None

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import StageError
-from penstock.execution.trees import Slot, paths, written
+from penstock.execution.trees import TensorLeaf, format_path, paths
 
 if TYPE_CHECKING:
     from penstock.execution.trees import Structure
@@ -131,7 +131,7 @@ def are_within(groups: Groups, others: Groups) -> bool:
 
 def names(structure: Structure, numbers: Collection[int], name: str) -> str:
     """The places of some of the tensors of a value, as a user would write them."""
-    places = [written(name, path) for path, leaf in paths(structure) if isinstance(leaf, Slot)]
+    places = [format_path(name, path) for path, leaf in paths(structure) if isinstance(leaf, TensorLeaf)]
     return " and ".join(places[number] for number in numbers)
 
 

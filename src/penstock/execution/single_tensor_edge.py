@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.execution.autograd import edge_of
-from penstock.execution.edges import Agreed, like
-from penstock.execution.value_spec import wire
+from penstock.execution.autograd import gradient_edge
+from penstock.execution.edges import NegotiatedEdge, to_layout_of
+from penstock.execution.value_spec import as_wire
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     from penstock.execution.edges import Give, GiveGradients, Take, TakeGradients, Taken, Tensors
     from penstock.execution.step import Operation, Step
-    from penstock.execution.value_spec import EdgeMeta, TensorMeta
+    from penstock.execution.value_spec import TensorSpec, ValueSpec
 
 
-def is_single(metas: Sequence[EdgeMeta]) -> bool:
+def is_single(metas: Sequence[ValueSpec]) -> bool:
     """Whether what goes over an edge is one tensor that needs a gradient, for every microbatch."""
     return all(meta.is_single and meta.tensors[0].requires_grad for meta in metas)
 
 
-class Single(Agreed):
+class SingleTensorEdge(NegotiatedEdge):
     """Such an edge."""
 
     def give(self, microbatch: int) -> Give:
@@ -38,11 +38,11 @@ class Single(Agreed):
         (one,) = meta.tensors
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            if not (isinstance(output, torch.Tensor) and one.fits(output)):
-                raise self._unlike(step, meta, output)
-            tensor = one.arranged(output)
-            step.leaving[key] = tensor, tensor._version
-            return (edge_of(output),)
+            if not (isinstance(output, torch.Tensor) and one.matches(output)):
+                raise self._mismatch(step, meta, output)
+            tensor = one.to_layout(output)
+            step.outgoing[key] = tensor, tensor._version
+            return (gradient_edge(output),)
 
         return give
 
@@ -51,7 +51,7 @@ class Single(Agreed):
         key, progress = self._base + microbatch, self._transport.progress
 
         def take(step: Step) -> Taken:
-            buffer, transfer = step.arriving.pop(key)
+            buffer, transfer = step.receiving.pop(key)
             progress.waiting = True
             transfer.wait()
             progress.waiting = False
@@ -66,7 +66,9 @@ class Single(Agreed):
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
             (gradient,), (tensor,) = gradients, inputs
-            step.leaving_gradients[key] = like(torch.zeros_like(tensor) if gradient is None else gradient, tensor)
+            step.outgoing_gradients[key] = to_layout_of(
+                torch.zeros_like(tensor) if gradient is None else gradient, tensor
+            )
 
         return give
 
@@ -75,7 +77,7 @@ class Single(Agreed):
         key, progress = self._base + microbatch, self._transport.progress
 
         def take(step: Step) -> Tensors:
-            buffer, transfer = step.arriving_gradients.pop(key)
+            buffer, transfer = step.receiving_gradients.pop(key)
             progress.waiting = True
             transfer.wait()
             progress.waiting = False
@@ -89,8 +91,8 @@ class Single(Agreed):
         tag = 2 * key
 
         def operation(step: Step) -> None:
-            tensor, version = step.leaving.pop(key)
-            step.sending[tag] = ((send(wire(tensor), peer, tag), tensor, version),)
+            tensor, version = step.outgoing.pop(key)
+            step.sends_in_flight[tag] = ((send(as_wire(tensor), peer, tag), tensor, version),)
 
         return operation
 
@@ -100,18 +102,18 @@ class Single(Agreed):
         tag = 2 * key + 1
 
         def operation(step: Step) -> None:
-            tensor = step.leaving_gradients.pop(key)
-            step.sending[tag] = ((send(wire(tensor), peer, tag), tensor, tensor._version),)
+            tensor = step.outgoing_gradients.pop(key)
+            step.sends_in_flight[tag] = ((send(as_wire(tensor), peer, tag), tensor, tensor._version),)
 
         return operation
 
-    def _receiving(self, microbatch: int, metas: Sequence[TensorMeta], where: str, kind: int) -> Operation:
+    def _receiving(self, microbatch: int, metas: Sequence[TensorSpec], where: str, kind: int) -> Operation:
         key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
         tag = 2 * key + kind
         ((shape, stride, dtype),) = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
 
         def operation(step: Step) -> None:
             buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            getattr(step, where)[key] = buffer, receive(wire(buffer), peer, tag)
+            getattr(step, where)[key] = buffer, receive(as_wire(buffer), peer, tag)
 
         return operation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from penstock.errors import StageError
-from penstock.execution.autograd import accumulate, edge_of, own_gradients, taken
+from penstock.execution.autograd import gradient_edge, pop_gradients, run_backward, unshare_gradients
 from penstock.execution.data_parallel import adapter_for
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.execution.trees import map_tensors
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from penstock.execution.data_parallel import DataParallel
-    from penstock.execution.step import Flight
+    from penstock.execution.step import InFlight
 
 #: What torch says when a leaf is changed in place.
 CHANGES_INPUTS: Final = "leaf Variable that requires grad"
@@ -62,14 +62,14 @@ class Stage:
         self.dw_builder = dw_builder
         self.parallel: DataParallel | None = adapter_for(module, index)
         self.changes_inputs = changes_inputs
-        self._split = SplitBackward(alone=self.parallel is None)
+        self._split = SplitBackward(adds_in_place=self.parallel is None)
         self._without_gradient: list[torch.Tensor] = []
         if self.device.type == "cpu":
             keep_all_freed_memory()
 
     def share_process(self) -> None:
         """Other ranks are threads of this process, and may have the same leaves."""
-        self._split.alone = False
+        self._split.adds_in_place = False
 
     def begin(self) -> None:
         """A step begins."""
@@ -78,35 +78,35 @@ class Stage:
 
     def end(self) -> None:
         """A step is over, also if it has failed."""
-        self._split.forget_leaves()
+        self._split.end_step()
 
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a stage that changes them in place: as results of an operation, which may be changed."""
         fresh: tuple[Any, ...] = map_tensors(_fresh, args)
         return fresh
 
-    def backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(self, flight: InFlight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """B: the gradients of the inputs; those of the weights are added to ``.grad``."""
         self._whole_backward(flight, gradients)
         if self.dw_builder:
             self.dw_builder()()
-        return taken(flight.inputs)
+        return pop_gradients(flight.inputs)
 
-    def _whole_backward(self, flight: Flight, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _whole_backward(self, flight: InFlight, gradients: Sequence[torch.Tensor | None]) -> None:
         roots, known = _known(flight.roots, gradients)
         if roots:
             self._split.before_whole_backward()
-            accumulate(roots, known)
+            run_backward(roots, known)
             self._own_gradients()
 
     def _own_gradients(self) -> None:
         if self._without_gradient:
-            self._without_gradient = own_gradients(self._without_gradient)
+            self._without_gradient = unshare_gradients(self._without_gradient)
         if self.parallel is not None:
             self.parallel.own_gradients()
 
     def input_backward(
-        self, flight: Flight, gradients: Sequence[torch.Tensor | None]
+        self, flight: InFlight, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
         """I: the gradients of the inputs, and W as a function."""
         found, weight_backward = self._input_backward(flight, gradients)
@@ -115,11 +115,11 @@ class Stage:
         return found, partial(self.parallel.weight_backward, weight_backward)
 
     def _input_backward(
-        self, flight: Flight, gradients: Sequence[torch.Tensor | None]
+        self, flight: InFlight, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
         if self.dw_builder:
             self._whole_backward(flight, gradients)
-            return taken(flight.inputs), self.dw_builder()
+            return pop_gradients(flight.inputs), self.dw_builder()
         roots, known = _known(flight.roots, gradients)
         if not roots:
             return [None] * len(flight.inputs), _nothing
@@ -137,7 +137,7 @@ class Stage:
             seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise StageError(f"loss_fn must return one number as a tensor, not {seen}", stage=self.index)
         if loss.requires_grad:
-            return (edge_of(loss),)
+            return (gradient_edge(loss),)
         if torch.is_grad_enabled() and _needs_gradients(output):
             raise StageError(
                 "the loss does not depend on the output of the last stage, which needs gradients: is it detached in "

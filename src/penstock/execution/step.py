@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from penstock.execution.shared_memory import Kin, SharedInputs
     from penstock.execution.training_check import TrainingCheck
     from penstock.execution.transport import Pending
-    from penstock.execution.value_spec import EdgeMeta
+    from penstock.execution.value_spec import ValueSpec
     from penstock.ir.actions import Action
 
     Tensors = Sequence[torch.Tensor]
 
 
-class Flight(NamedTuple):
+class InFlight(NamedTuple):
     """A microbatch in a stage, between its forward and its backward.
 
     Attributes:
@@ -47,16 +47,16 @@ class Step:
         seeds: the gradient of each loss that has been computed.
         losses: the loss of each microbatch, without history, where it is computed.
         outputs: the output of each microbatch, if they are to be kept.
-        arriving: activations that have been asked for.
-        handed: activations from a stage of the same rank.
-        leaving: activations that have yet to be sent.
+        receiving: activations that have been asked for.
+        local_values: activations from a stage of the same rank.
+        outgoing: activations that have yet to be sent.
         operands: the action whose module or backward runs now, and the inputs or gradients that it works on.
         metas: the description of each activation that was sent, where it varies.
-        sending: what has been sent but not been waited for: transfers, each with its tensor and the version of that.
+        sends_in_flight: what has been sent but not been waited for: transfers, each with its tensor and its version.
         samples: how many samples each microbatch has: known at the first stage, and told with what varies.
         target_samples: how many each target has, if they are to be compared.
         kin: the inputs of the stage that runs whose originals share memory, in groups.
-        flights: microbatches between forward and backward.
+        in_flight: microbatches between forward and backward.
         deferred: weight gradients to be computed.
         on_loss: called with the number of a microbatch and its loss, if anyone wants to see it.
         training_check: notes forwards whose output, or loss, requires no gradient; None if there may be any.
@@ -64,24 +64,24 @@ class Step:
 
     __slots__ = (
         "args",
-        "arriving",
-        "arriving_gradients",
         "deferred",
-        "flights",
-        "handed",
-        "handed_gradients",
+        "in_flight",
         "kin",
         "kwargs",
-        "leaving",
-        "leaving_gradients",
+        "local_gradients",
+        "local_values",
         "losses",
         "metas",
         "on_loss",
         "operands",
+        "outgoing",
+        "outgoing_gradients",
         "outputs",
+        "receiving",
+        "receiving_gradients",
         "samples",
         "seeds",
-        "sending",
+        "sends_in_flight",
         "shared_args",
         "shares",
         "target_samples",
@@ -113,19 +113,19 @@ class Step:
         self.seeds: dict[int, Tensors] = {}
         self.losses: list[torch.Tensor | None] = [None] * microbatches
         self.outputs: list[Any] | None = [None] * microbatches if keep_outputs else None
-        self.arriving: dict[int, Any] = {}
-        self.handed: dict[int, Any] = {}
-        self.leaving: dict[int, Any] = {}
-        self.metas: dict[int, EdgeMeta] = {}
+        self.receiving: dict[int, Any] = {}
+        self.local_values: dict[int, Any] = {}
+        self.outgoing: dict[int, Any] = {}
+        self.metas: dict[int, ValueSpec] = {}
         self.operands: tuple[Action, Any] | None = None
-        self.arriving_gradients: dict[int, Any] = {}
-        self.handed_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
-        self.leaving_gradients: dict[int, Any] = {}
-        self.sending: dict[int, Sequence[tuple[Pending, torch.Tensor, int | None]]] = {}
+        self.receiving_gradients: dict[int, Any] = {}
+        self.local_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
+        self.outgoing_gradients: dict[int, Any] = {}
+        self.sends_in_flight: dict[int, Sequence[tuple[Pending, torch.Tensor, int | None]]] = {}
         self.kin: Kin = ()
         self.samples = dict(enumerate(samples))
         self.target_samples = target_samples
-        self.flights: dict[int, Flight] = {}
+        self.in_flight: dict[int, InFlight] = {}
         self.deferred: dict[int, Callable[[], None]] = {}
         self.training_check = training_check
 
@@ -133,10 +133,10 @@ class Step:
         """Refuse a microbatch whose target is of another size: a loss function might not notice."""
         known = self.samples.get(microbatch)
         if self.target_samples and known is not None and known != self.target_samples[microbatch]:
-            raise unlike_samples([known], [self.target_samples[microbatch]])
+            raise sample_mismatch_error([known], [self.target_samples[microbatch]])
 
 
-def unlike_samples(samples: Sequence[int], targets: Sequence[int], hint: str = "") -> MicrobatchError:
+def sample_mismatch_error(samples: Sequence[int], targets: Sequence[int], hint: str = "") -> MicrobatchError:
     """The error for a target that is not of the size of the batch."""
     return MicrobatchError(
         f"the target has {sum(targets)} samples (by microbatch {list(targets)}), what the first stage got has "

@@ -25,7 +25,7 @@ SMALLEST_INTEGER, LARGEST_INTEGER = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorLeaf:
     """The place of a tensor."""
 
 
@@ -54,22 +54,22 @@ class Branch:
     children: tuple[Structure, ...]
 
 
-Structure: TypeAlias = Slot | Constant | Branch
+Structure: TypeAlias = TensorLeaf | Constant | Branch
 Path: TypeAlias = tuple[int | str, ...]
 
-SLOT = Slot()
+TENSOR = TensorLeaf()
 
 
 @lru_cache(maxsize=64)
-def flat(count: int) -> Branch:
+def flat_tuple(count: int) -> Branch:
     """A tuple of tensors and nothing else: always the same object, so that it is known at once."""
-    return Branch(tuple, tuple(range(count)), (SLOT,) * count)
+    return Branch(tuple, tuple(range(count)), (TENSOR,) * count)
 
 
 def branch(kind: type, keys: Sequence[int | str], children: Sequence[Structure]) -> Branch:
     """A branch; the one of ``flat`` where that is it."""
-    if kind is tuple and all(child is SLOT for child in children):
-        return flat(len(children))
+    if kind is tuple and all(child is TENSOR for child in children):
+        return flat_tuple(len(children))
     return Branch(kind, tuple(keys), tuple(children))
 
 
@@ -83,9 +83,9 @@ def structure_of(value: Any, leaves: list[torch.Tensor]) -> Structure:
     return _structure(value, leaves, ())
 
 
-def gather(structure: Structure, value: Any, leaves: list[torch.Tensor]) -> bool:
+def collect_tensors(structure: Structure, value: Any, leaves: list[torch.Tensor]) -> bool:
     """Whether a value has this structure; its tensors are appended to ``leaves``. Builds nothing, so it is quick."""
-    if isinstance(structure, Slot):
+    if isinstance(structure, TensorLeaf):
         leaves.append(value)
         return isinstance(value, torch.Tensor)
     if isinstance(structure, Constant):
@@ -100,14 +100,14 @@ def gather(structure: Structure, value: Any, leaves: list[torch.Tensor]) -> bool
         value = value.values()
     # A loop: a generator would cost as much as all the rest.
     for child, inner in zip(structure.children, value, strict=True):  # noqa: SIM110
-        if not gather(child, inner, leaves):
+        if not collect_tensors(child, inner, leaves):
             return False
     return True
 
 
 def rebuild(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
     """The value of this structure, with these tensors in its slots."""
-    if isinstance(structure, Slot):
+    if isinstance(structure, TensorLeaf):
         return next(leaves)
     if isinstance(structure, Constant):
         return structure.value
@@ -117,7 +117,7 @@ def rebuild(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
     return inner if structure.kind is list else tuple(inner)
 
 
-def paths(structure: Structure, path: Path = ()) -> Iterator[tuple[Path, Slot | Constant]]:
+def paths(structure: Structure, path: Path = ()) -> Iterator[tuple[Path, TensorLeaf | Constant]]:
     """Every leaf with the keys that lead to it, in order."""
     if not isinstance(structure, Branch):
         yield path, structure
@@ -126,7 +126,7 @@ def paths(structure: Structure, path: Path = ()) -> Iterator[tuple[Path, Slot | 
         yield from paths(child, (*path, key))
 
 
-def written(name: str, path: Path) -> str:
+def format_path(name: str, path: Path) -> str:
     """The path as a user would write it.
 
     >>> written("output", (1, "hidden"))
@@ -138,7 +138,7 @@ def written(name: str, path: Path) -> str:
 def _structure(value: Any, leaves: list[torch.Tensor], path: Path) -> Structure:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
-        return SLOT
+        return TENSOR
     kind = type(value)
     if kind is tuple or kind is list or kind is dict:
         return _branch(value, kind, leaves, path)
@@ -152,21 +152,21 @@ def _structure(value: Any, leaves: list[torch.Tensor], path: Path) -> Structure:
 def _branch(value: Any, kind: type, leaves: list[torch.Tensor], path: Path) -> Branch:
     if len(path) >= DEEPEST:
         raise MetadataError(
-            f"{written('output', path[:3])}... is nested deeper than {DEEPEST} levels; does it hold itself?"
+            f"{format_path('output', path[:3])}... is nested deeper than {DEEPEST} levels; does it hold itself?"
         )
     items = value.items() if kind is dict else enumerate(value)
     keys: list[int | str] = []
     children: list[Structure] = []
     for key, child in items:
         if kind is dict and type(key) is not str:
-            raise MetadataError(f"{written('output', path)} has the key {key!r}; between stages, keys are text")
+            raise MetadataError(f"{format_path('output', path)} has the key {key!r}; between stages, keys are text")
         keys.append(key)
         children.append(_structure(child, leaves, (*path, key)))
     return branch(kind, keys, children)
 
 
 def _refusal(value: Any, path: Path) -> str:
-    name = written("output", path)
+    name = format_path("output", path)
     if type(value) is int:
         return f"{name} is an integer of more than 64 bits, which cannot go from stage to stage; pass it as text"
     return (

@@ -11,18 +11,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.errors import MetadataError
 from penstock.execution.shared_memory import are_within, find_groups, names
 from penstock.execution.trees import (
-    SLOT,
+    TENSOR,
     Branch,
     Constant,
     Path,
-    Slot,
     Structure,
-    flat,
-    gather,
+    TensorLeaf,
+    collect_tensors,
+    flat_tuple,
+    format_path,
     paths,
     rebuild,
     structure_of,
-    written,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorMeta:
+class TensorSpec:
     """All that a receiver must know of a tensor before it comes.
 
     >>> print(TensorMeta.of(torch.zeros(4, 128, 32)))
@@ -58,7 +58,7 @@ class TensorMeta:
         ((1, 3), (3, 1))
         """
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-            _refuse_unplain(tensor)
+            _refuse_unsupported(tensor)
         stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, stride)
 
@@ -66,7 +66,7 @@ class TensorMeta:
         """A tensor to receive into."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
-    def fits(self, tensor: torch.Tensor, *, gradients: bool = True) -> bool:
+    def matches(self, tensor: torch.Tensor, *, gradients: bool = True) -> bool:
         """Whether shape and element type are these; requires_grad too, if ``gradients``. Layout does not count."""
         return (
             tensor.shape == self.shape
@@ -74,7 +74,7 @@ class TensorMeta:
             and (not gradients or tensor.requires_grad is self.requires_grad)
         )
 
-    def arranged(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_layout(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor in the layout that was agreed: itself where it has it, else a copy (without history)."""
         if tensor.stride() == self.stride and not (tensor.is_conj() or tensor.is_neg()):
             return tensor
@@ -85,7 +85,7 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeMeta:
+class ValueSpec:
     """What one stage gives to the next: where its tensors are, how each looks, and all else by value.
 
     >>> leaves, meta = flatten((torch.ones(2), {"scale": 0.5, "mask": None}))
@@ -99,13 +99,13 @@ class EdgeMeta:
     """
 
     structure: Structure
-    tensors: tuple[TensorMeta, ...]
+    tensors: tuple[TensorSpec, ...]
     shared: Groups = ()
 
     @property
     def is_single(self) -> bool:
         """Whether the value is one tensor, and no container around it."""
-        return self.structure is SLOT
+        return self.structure is TENSOR
 
     def matches(self, value: Any, *, gradients: bool = True) -> bool:
         """Whether a value is as described, by shape and element type; ``gradients`` compares requires_grad as well.
@@ -113,21 +113,21 @@ class EdgeMeta:
         The layout of tensors does not count, because the sender can arrange it. Tensors that share memory must do so in
         the description, too.
         """
-        return self.accept(value, gradients=gradients) is not None
+        return self.match(value, gradients=gradients) is not None
 
-    def accept(self, value: Any, *, gradients: bool = True, kin: Kin | None = ()) -> Sequence[torch.Tensor] | None:
+    def match(self, value: Any, *, gradients: bool = True, kin: Kin | None = ()) -> Sequence[torch.Tensor] | None:
         """The tensors of a value that ``matches``, in order; None if it does not.
 
         See ``find_groups`` for ``kin``; if that is None, it does not matter what shares memory.
         """
-        if self.structure is SLOT:
-            fits = isinstance(value, torch.Tensor) and self.tensors[0].fits(value, gradients=gradients)
+        if self.structure is TENSOR:
+            fits = isinstance(value, torch.Tensor) and self.tensors[0].matches(value, gradients=gradients)
             return (value,) if fits else None
         leaves = self._leaves(value)
         if leaves is None:
             return None
         for meta, tensor in zip(self.tensors, leaves, strict=True):
-            if not meta.fits(tensor, gradients=gradients):
+            if not meta.matches(tensor, gradients=gradients):
                 return None
         if (
             kin is not None
@@ -140,39 +140,39 @@ class EdgeMeta:
 
     def _leaves(self, value: Any) -> Sequence[torch.Tensor] | None:
         """The tensors of a value of this structure; None if it has another."""
-        if type(value) is tuple and self.structure is flat(len(value)):
+        if type(value) is tuple and self.structure is flat_tuple(len(value)):
             return value if all(map(torch.is_tensor, value)) else None
         found: list[torch.Tensor] = []
-        return found if gather(self.structure, value, found) else None
+        return found if collect_tensors(self.structure, value, found) else None
 
     def unflatten(self, leaves: Sequence[torch.Tensor]) -> Any:
         """The value again, with these tensors in it."""
         if len(leaves) != len(self.tensors):
             raise MetadataError(f"{len(leaves)} tensors for a value that has {len(self.tensors)}")
-        if self.structure is SLOT:
+        if self.structure is TENSOR:
             return leaves[0]
         return rebuild(self.structure, iter(leaves))
 
 
-def flatten(value: Any, kin: Kin = ()) -> tuple[tuple[torch.Tensor, ...], EdgeMeta]:
+def flatten(value: Any, kin: Kin = ()) -> tuple[tuple[torch.Tensor, ...], ValueSpec]:
     """The tensors of a value in order, and the description from which it can be built again.
 
     See ``find_groups`` for ``kin``.
     """
     if isinstance(value, torch.Tensor):
-        return (value,), EdgeMeta(SLOT, (TensorMeta.of(value),))
+        return (value,), ValueSpec(TENSOR, (TensorSpec.of(value),))
     found: list[torch.Tensor] = []
     structure = structure_of(value, found)
-    tensors = tuple([TensorMeta.of(tensor) for tensor in found])
-    return tuple(found), EdgeMeta(structure, tensors, find_groups(found, kin) if len(found) > 1 else ())
+    tensors = tuple([TensorSpec.of(tensor) for tensor in found])
+    return tuple(found), ValueSpec(structure, tensors, find_groups(found, kin) if len(found) > 1 else ())
 
 
-def describe(value: Any, kin: Kin = ()) -> EdgeMeta:
+def describe(value: Any, kin: Kin = ()) -> ValueSpec:
     """The description of a value. See ``find_groups`` for ``kin``."""
     return flatten(value, kin)[1]
 
 
-def wire(tensor: torch.Tensor) -> torch.Tensor:
+def as_wire(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor in its own order, as a contiguous tensor: what a transport sends, or receives into.
 
     >>> tensor = torch.tensor([[1, 2], [3, 4]]).T
@@ -185,7 +185,7 @@ def wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mismatch(
-    agreed: EdgeMeta, found: EdgeMeta, *, sender: str, receiver: str, gradients: bool = True
+    agreed: ValueSpec, found: ValueSpec, *, sender: str, receiver: str, gradients: bool = True
 ) -> MetadataError | None:
     r"""What differs between a value and what was agreed for its edge, as an error to raise; None if nothing does.
 
@@ -216,12 +216,12 @@ GRADIENT = "a stage must need the gradient of its input for every microbatch, or
 SHARING = 'return a clone of one, let them share memory in the example in shapes=, too, or pass shapes="per_microbatch"'
 
 
-def _difference(agreed: EdgeMeta, found: EdgeMeta, gradients: bool) -> tuple[str, str] | None:
+def _difference(agreed: ValueSpec, found: ValueSpec, gradients: bool) -> tuple[str, str] | None:
     if agreed.structure != found.structure:
         return _structural(agreed, found), STRUCTURE_VARIES
-    places = [path for path, leaf in paths(agreed.structure) if isinstance(leaf, Slot)]
+    places = [path for path, leaf in paths(agreed.structure) if isinstance(leaf, TensorLeaf)]
     for path, want, have in zip(places, agreed.tensors, found.tensors, strict=True):
-        name = written("output", path)
+        name = format_path("output", path)
         if (want.shape, want.dtype) != (have.shape, have.dtype):
             return f"{name} is {have}, agreed was {want}", VARIES if want.shape != have.shape else TYPE_VARIES
         if gradients and want.requires_grad != have.requires_grad:
@@ -232,7 +232,7 @@ def _difference(agreed: EdgeMeta, found: EdgeMeta, gradients: bool) -> tuple[str
     return None
 
 
-def _structural(agreed: EdgeMeta, found: EdgeMeta) -> str:
+def _structural(agreed: ValueSpec, found: ValueSpec) -> str:
     """The first place where one has something else than the other."""
     return _first_difference(agreed.structure, found.structure, ()) or "the order of keys differs"
 
@@ -242,11 +242,15 @@ def _first_difference(want: Structure, have: Structure, path: Path) -> str | Non
         inner = zip(want.keys, want.children, have.children, strict=True)
         found = (_first_difference(wanted, had, (*path, key)) for key, wanted, had in inner)
         return next((difference for difference in found if difference), None)
-    return None if want == have else f"{written('output', path)} is {_told(have)}, agreed was {_told(want)}"
+    return (
+        None
+        if want == have
+        else f"{format_path('output', path)} is {_describe_structure(have)}, agreed was {_describe_structure(want)}"
+    )
 
 
-def _told(structure: Structure) -> str:
-    if isinstance(structure, Slot):
+def _describe_structure(structure: Structure) -> str:
+    if isinstance(structure, TensorLeaf):
         return "a tensor"
     if isinstance(structure, Constant):
         return repr(structure.value)
@@ -255,7 +259,7 @@ def _told(structure: Structure) -> str:
     return f"a {structure.kind.__name__} of {len(structure.children)}"
 
 
-def _refuse_unplain(tensor: torch.Tensor) -> None:
+def _refuse_unsupported(tensor: torch.Tensor) -> None:
     """Raise for a tensor whose memory is not simply its elements."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")

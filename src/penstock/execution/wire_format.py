@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.errors import MetadataError
-from penstock.execution.trees import DEEPEST, SLOT, Branch, Constant, Slot, Structure, branch
-from penstock.execution.value_spec import EdgeMeta, TensorMeta
+from penstock.execution.trees import DEEPEST, TENSOR, Branch, Constant, Structure, TensorLeaf, branch
+from penstock.execution.value_spec import TensorSpec, ValueSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 MAGIC = b"PENS"
 VERSION = 2
-LONGEST = 1 << 24
-MOST_NODES = 1 << 16
+MAX_BYTES = 1 << 24
+MAX_NODES = 1 << 16
 MOST_DIMENSIONS = 64
 LARGEST_TENSOR = 1 << 62
 
@@ -48,7 +48,7 @@ START_BYTES = START.size + CHECKSUM.size
 COUNT = struct.Struct("<I")
 INTEGER = struct.Struct("<q")
 REAL = struct.Struct("<d")
-TENSOR = struct.Struct("<BBB")
+TENSOR_FIELDS = struct.Struct("<BBB")
 
 NONE, FALSE, TRUE, INT, FLOAT, STR, TENSOR_TAG, TUPLE, LIST, DICT = range(10)
 BRANCHES: dict[int, type] = {TUPLE: tuple, LIST: list, DICT: dict}
@@ -81,7 +81,7 @@ DTYPES = (
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-def encode(meta: EdgeMeta) -> bytes:
+def encode(meta: ValueSpec) -> bytes:
     """A description in bytes.
 
     >>> from penstock.execution.value_spec import describe
@@ -93,16 +93,16 @@ def encode(meta: EdgeMeta) -> bytes:
     _write(meta.structure, iter(meta.tensors), body)
     _write_groups(meta.shared, body)
     length = START_BYTES + len(body)
-    if length > LONGEST:
-        raise MetadataError(f"a description of {length} bytes is too long to send; {LONGEST} are the most")
+    if length > MAX_BYTES:
+        raise MetadataError(f"a description of {length} bytes is too long to send; {MAX_BYTES} are the most")
     start = START.pack(MAGIC, VERSION, length)
     return start + CHECKSUM.pack(zlib.crc32(body, zlib.crc32(start))) + body
 
 
 @lru_cache(maxsize=256)  # the same few shapes come again and again
-def decode(data: bytes) -> EdgeMeta:
+def decode(data: bytes) -> ValueSpec:
     """The description in these bytes. Bytes that are anything else raise a ``MetadataError``."""
-    length = _announced(data)
+    length = _read_length(data)
     if length != len(data):
         raise MetadataError(f"the description should have {length} bytes and has {len(data)}")
     (checksum,) = CHECKSUM.unpack_from(data, START.size)
@@ -113,10 +113,10 @@ def decode(data: bytes) -> EdgeMeta:
     shared = reader.groups()
     if reader.at != len(data):
         raise MetadataError(f"{len(data) - reader.at} bytes follow the end of the description")
-    return EdgeMeta(structure, tuple(reader.tensors), shared)
+    return ValueSpec(structure, tuple(reader.tensors), shared)
 
 
-def _announced(data: bytes) -> int:
+def _read_length(data: bytes) -> int:
     """The length of all that these bytes begin."""
     if len(data) < START_BYTES:
         raise MetadataError(f"{len(data)} bytes are too few for a description")
@@ -127,13 +127,13 @@ def _announced(data: bytes) -> int:
         raise MetadataError(
             f"the description has version {version}, this penstock reads {VERSION}; use one on all ranks"
         )
-    if not START_BYTES < length <= LONGEST:
+    if not START_BYTES < length <= MAX_BYTES:
         raise MetadataError(f"a description cannot have {length} bytes")
     return int(length)
 
 
-def _write(structure: Structure, tensors: Iterator[TensorMeta], into: bytearray) -> None:
-    if isinstance(structure, Slot):
+def _write(structure: Structure, tensors: Iterator[TensorSpec], into: bytearray) -> None:
+    if isinstance(structure, TensorLeaf):
         _write_tensor(next(tensors), into)
     elif isinstance(structure, Constant):
         _write_constant(structure.value, into)
@@ -146,14 +146,14 @@ def _write(structure: Structure, tensors: Iterator[TensorMeta], into: bytearray)
             _write(child, tensors, into)
 
 
-def _write_tensor(meta: TensorMeta, into: bytearray) -> None:
+def _write_tensor(meta: TensorSpec, into: bytearray) -> None:
     if meta.dtype not in CODES:
         raise MetadataError(f"{meta} cannot go from stage to stage: its element type is not one of plain numbers")
     dimensions = len(meta.shape)
     if dimensions > MOST_DIMENSIONS:
         raise MetadataError(f"{meta} has {dimensions} dimensions; {MOST_DIMENSIONS} are the most")
     into.append(TENSOR_TAG)
-    into += TENSOR.pack(CODES[meta.dtype], meta.requires_grad, dimensions)
+    into += TENSOR_FIELDS.pack(CODES[meta.dtype], meta.requires_grad, dimensions)
     into += struct.pack(f"<{2 * dimensions}Q", *meta.shape, *meta.stride)
 
 
@@ -192,18 +192,18 @@ class _Reader:
         self.data = data
         self.at = at
         self.nodes = 0
-        self.tensors: list[TensorMeta] = []
+        self.tensors: list[TensorSpec] = []
 
     def node(self, depth: int) -> Structure:
         self.nodes += 1
-        if depth > DEEPEST or self.nodes > MOST_NODES:
-            raise MetadataError(f"a description has at most {MOST_NODES} nodes in {DEEPEST} levels; this one has more")
+        if depth > DEEPEST or self.nodes > MAX_NODES:
+            raise MetadataError(f"a description has at most {MAX_NODES} nodes in {DEEPEST} levels; this one has more")
         tag = self.take(1)[0]
         if tag in BRANCHES:
             return self.branch(BRANCHES[tag], depth)
         if tag == TENSOR_TAG:
             self.tensors.append(self.tensor())
-            return SLOT
+            return TENSOR
         return Constant(self.constant(tag))
 
     def branch(self, kind: type, depth: int) -> Branch:
@@ -230,14 +230,14 @@ class _Reader:
             return self.text()
         raise MetadataError(f"the description has the tag {tag}, which means nothing")
 
-    def tensor(self) -> TensorMeta:
-        code, requires_grad, dimensions = TENSOR.unpack(self.take(TENSOR.size))
+    def tensor(self) -> TensorSpec:
+        code, requires_grad, dimensions = TENSOR_FIELDS.unpack(self.take(TENSOR_FIELDS.size))
         if code >= len(DTYPES) or requires_grad > 1 or dimensions > MOST_DIMENSIONS:
             raise MetadataError(
                 f"no tensor has element type {code}, requires_grad {requires_grad}, {dimensions} dimensions"
             )
         numbers = struct.unpack(f"<{2 * dimensions}Q", self.take(16 * dimensions))
-        meta = TensorMeta(numbers[:dimensions], DTYPES[code], bool(requires_grad), numbers[dimensions:])
+        meta = TensorSpec(numbers[:dimensions], DTYPES[code], bool(requires_grad), numbers[dimensions:])
         if not _dense(meta):
             raise MetadataError(f"{meta} with strides {list(meta.stride)} is not a dense tensor that could be received")
         return meta
@@ -272,7 +272,7 @@ class _Reader:
         return taken
 
 
-def _dense(meta: TensorMeta) -> bool:
+def _dense(meta: TensorSpec) -> bool:
     """Whether the elements fill their memory, each place once, and could be addressed at all."""
     if (
         math.prod(meta.shape) * meta.dtype.itemsize > LARGEST_TENSOR
@@ -293,10 +293,10 @@ def _dense(meta: TensorMeta) -> bool:
 
 HEADER_BYTES = 512
 """What precedes every microbatch when shapes vary: enough for about ten tensors, and a checksum of that."""
-ROOM = HEADER_BYTES - CHECKSUM.size
+HEADER_CAPACITY = HEADER_BYTES - CHECKSUM.size
 
 
-def header_tensor(meta: EdgeMeta) -> tuple[torch.Tensor, torch.Tensor | None]:
+def header_tensor(meta: ValueSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A description as a tensor of ``HEADER_BYTES`` bytes, and a second one with the rest if it is longer.
 
     >>> from penstock.execution.value_spec import describe
@@ -306,23 +306,23 @@ def header_tensor(meta: EdgeMeta) -> tuple[torch.Tensor, torch.Tensor | None]:
     (torch.Size([512]), None, True)
     """
     data = encode(meta)
-    begin = data[:ROOM].ljust(ROOM, b"\0")
+    begin = data[:HEADER_CAPACITY].ljust(HEADER_CAPACITY, b"\0")
     header = torch.frombuffer(bytearray(begin + CHECKSUM.pack(zlib.crc32(begin))), dtype=torch.uint8)
-    if len(data) <= ROOM:
+    if len(data) <= HEADER_CAPACITY:
         return header, None
-    return header, torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8)
+    return header, torch.frombuffer(bytearray(data[HEADER_CAPACITY:]), dtype=torch.uint8)
 
 
-def read_header(header: torch.Tensor, overflow: torch.Tensor | None = None) -> EdgeMeta | int:
+def read_header(header: torch.Tensor, overflow: torch.Tensor | None = None) -> ValueSpec | int:
     """The description in a header; or, if it does not end there, how many bytes of overflow there are to receive."""
     data = _bytes(header)
-    begin, checksum = data[:ROOM], data[ROOM:]
-    length = _announced(begin)
+    begin, checksum = data[:HEADER_CAPACITY], data[HEADER_CAPACITY:]
+    length = _read_length(begin)
     # A wrong length must not get through: receiving less than what comes would end the process.
     if checksum != CHECKSUM.pack(zlib.crc32(begin)):
         raise MetadataError("the checksum of the header is wrong")
-    if length > ROOM and overflow is None:
-        return length - ROOM
+    if length > HEADER_CAPACITY and overflow is None:
+        return length - HEADER_CAPACITY
     return decode((begin if overflow is None else begin + _bytes(overflow))[:length])
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.errors import RunError
-from penstock.execution.autograd import accumulate
+from penstock.execution.autograd import run_backward
 from penstock.pipelining._debug import map_debug_info
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def stage_backward(
         output_grads = [output_grads[index] for index in outputs_with_grads_idxs]
     try:
         pairs = list(_pairs(stage_output, output_grads))
-        accumulate([root for root, _ in pairs], [_seed(root, gradient) for root, gradient in pairs])
+        run_backward([root for root, _ in pairs], [_seed(root, gradient) for root, gradient in pairs])
         return tuple(_taken(value) for value in input_values)
     except Exception as error:
         raise _failed("backward", stage_output, output_grads, input_values) from error

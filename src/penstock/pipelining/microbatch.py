@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from penstock.errors import MicrobatchError
 from penstock.execution.microbatches.block_masks import split_mask
-from penstock.execution.microbatches.spec_tree import flattened, leaf_specs
+from penstock.execution.microbatches.spec_tree import flatten, leaf_specs
 from penstock.execution.microbatches.specs import Replicate as _Replicate
 from penstock.execution.microbatches.specs import TensorChunkSpec, splitter_of
-from penstock.execution.microbatches.split import cut, holds_tensors, sizes
+from penstock.execution.microbatches.split import holds_tensors, sizes, slice_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,9 +114,9 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     """
     if chunk_spec is None and _are_tensors(chunks):
         return _merged(TensorChunkSpec(DEFAULT_CHUNK_DIM), list(chunks))
-    rows = [flattened(chunk)[0] for chunk in chunks]
+    rows = [flatten(chunk)[0] for chunk in chunks]
     if chunk_spec is None:
-        treespec = flattened(chunks[0])[1]
+        treespec = flatten(chunks[0])[1]
         specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(leaf, torch.Tensor) else None for leaf in rows[0]]
     else:
         specs, treespec = tree_flatten(chunk_spec)
@@ -156,7 +156,7 @@ class _Values:
 
     @classmethod
     def of(cls, whole: tuple[Any, ...] | dict[Any, Any], spec: Any) -> _Values:
-        leaves, treespec = flattened(whole)
+        leaves, treespec = flatten(whole)
         if spec is None or not whole:
             return cls(whole, leaves, treespec, [_default_spec(leaf) for leaf in leaves])
         if len(whole) != len(spec):
@@ -193,7 +193,7 @@ def _split_tensor(tensor: torch.Tensor, spec: TensorChunkSpec, num_chunks: int) 
     if isinstance(tensor, DTensor):
         parts = _split_dtensor(tensor, spec.split_dim, num_chunks)
     else:
-        parts = cut(tensor, spec.split_dim, num_chunks)
+        parts = slice_tensor(tensor, spec.split_dim, num_chunks)
     if tensor.requires_grad and tensor.is_leaf:
         for part in parts:
             part.retain_grad()

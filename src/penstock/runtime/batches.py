@@ -14,7 +14,7 @@ import torch
 from penstock.errors import MicrobatchError
 from penstock.execution.microbatches.spec_tree import leaf_specs
 from penstock.execution.microbatches.specs import splitter_of
-from penstock.execution.microbatches.split import fitting, is_split_already, pieces, samples, split_call
+from penstock.execution.microbatches.split import feasible_count, is_presplit, samples, split_call, split_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -107,17 +107,17 @@ class Batches:
         """The batch of an evaluation, in as many microbatches as it can have."""
         call = self._mine(args, kwargs, target)
         specs = self._specs_of(*call)
-        split = split_call(*call, fitting(*call, self._microbatches, **specs), **specs)
+        split = split_call(*call, feasible_count(*call, self._microbatches, **specs), **specs)
         return Batch(*split, self._counts(call, split, specs, varying=True))
 
     def _cut_alike(self, call: Call, known: _Known) -> Batch:
         args, _, target = call
         count = self._microbatches
-        columns = [pieces(tensor, spec, count) for tensor, spec in zip(args, known.args, strict=True)]
+        columns = [split_leaf(tensor, spec, count) for tensor, spec in zip(args, known.args, strict=True)]
         return Batch(
             list(zip(*columns, strict=True)) if columns else [()] * count,
             [{} for _ in range(count)],
-            [None] * count if target is None else list(pieces(target, known.target, count)),
+            [None] * count if target is None else list(split_leaf(target, known.target, count)),
             known.counts,
             known.form,
         )
@@ -140,7 +140,7 @@ class Batches:
         if args and varying:
             known = samples(args, split[0], specs["args_spec"]) or known
         of_targets = None if target is None else samples(target, split[2], specs["target_spec"])
-        comparable = of_targets is not None and not is_split_already(target)
+        comparable = of_targets is not None and not is_presplit(target)
         return Counts(
             known if self._first and varying else None, of_targets if comparable else None, of_targets or known
         )

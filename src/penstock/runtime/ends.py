@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.errors import StageError
-from penstock.execution.autograd import accumulate
+from penstock.execution.autograd import run_backward
 from penstock.execution.edges import ABSENT, FirstEnd, LastEnd
 from penstock.execution.shared_memory import find_groups, has_memory, watch_shared
-from penstock.execution.trees import flat, map_tensors, tensors_in
+from penstock.execution.trees import flat_tuple, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,7 +112,7 @@ class DetachedInputs:
         """Give the gradients of the leaves to the tensors that they stand for."""
         pairs = [(origin, leaf.grad) for origin, leaf in self._pairs if leaf.grad is not None]
         if pairs:
-            accumulate(
+            run_backward(
                 [torch.autograd.graph.get_gradient_edge(origin) for origin, _ in pairs],
                 [gradient for _, gradient in pairs],
             )
@@ -133,4 +133,4 @@ class DetachedInputs:
 
 def _shared(args: tuple[Any, ...]) -> SharedInputs | None:
     tensors = [tensor for tensor in tensors_in(args) if has_memory(tensor)]
-    return watch_shared(flat(len(tensors)), tensors, find_groups(tensors))
+    return watch_shared(flat_tuple(len(tensors)), tensors, find_groups(tensors))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.protocol import Transport
 
 
-class Telling:
+class FailureScope:
     """Around a step: an error here becomes one on every rank, and the pipeline is not used any more.
 
     A step that failed has added some gradients and not others, and some ranks may have completed it, or be at something
@@ -43,8 +43,8 @@ class Telling:
             return
         transport = self._transport
         cause = transport.explain(error)
-        told = transport.fail(cause or failure_of(error, transport.rank, self._action()))
-        self.leave_nothing()
+        told = transport.fail(cause or describe_failure(error, transport.rank, self._action()))
+        self.drop_gradients()
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
         if isinstance(error, StepError) and str(error) == told.message:
@@ -55,7 +55,7 @@ class Telling:
             return  # a mistake in the call, and it says so best itself
         raise step_error(told, traceback=told.rank != transport.rank) from error
 
-    def leave_nothing(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop the gradients, once: a pipeline that is built instead may have made others since."""
         if not self._has_failed:
             self._has_failed = True
@@ -63,7 +63,7 @@ class Telling:
                 stage.module.zero_grad(set_to_none=True)
 
 
-def failure_of(error: BaseException, rank: int, action: Action | None) -> Failure:
+def describe_failure(error: BaseException, rank: int, action: Action | None) -> Failure:
     """An error on this rank, as every rank is told of it."""
     place = ""
     if action is not None:

@@ -43,14 +43,14 @@ class Scaling:
         """What the gradient of a loss is multiplied by in this step."""
         return self._scale
 
-    def begin(self) -> float:
+    def begin_step(self) -> float:
         """A step begins: what the gradient of a loss is multiplied by."""
         if self._stages:
             one: Any = self._scaler.scale(torch.ones((), device=device_of(self._stages)))
             self._scale = float(one)
         return self._scale
 
-    def agree(self) -> None:
+    def sync_overflow(self) -> None:
         """A step has ended: where another rank has a gradient that is not finite, have one here as well."""
         if not self._scaler.is_enabled():
             return

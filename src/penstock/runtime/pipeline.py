@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ScheduleError, StageError, StepError
-from penstock.execution.data_parallel import in_step, reductions_of
+from penstock.execution.data_parallel import gradient_sharing, reductions_of
 from penstock.execution.edges import ABSENT
 from penstock.execution.microbatches.merge import merge
-from penstock.execution.microbatches.split import is_split_already
+from penstock.execution.microbatches.split import is_presplit
 from penstock.execution.stage import Stage, device_of
-from penstock.execution.step import Step, unlike_samples
+from penstock.execution.step import Step, sample_mismatch_error
 from penstock.execution.training_check import TrainingCheck
 from penstock.execution.trees import map_tensors
 from penstock.ir import packed
@@ -29,15 +29,15 @@ from penstock.lowering.pipeline import lower
 from penstock.runtime.batches import Batches
 from penstock.runtime.custom_functions import Custom, CustomFunction
 from penstock.runtime.ends import DetachedInputs
-from penstock.runtime.failure_scope import Telling, failure_of
+from penstock.runtime.failure_scope import FailureScope, describe_failure
 from penstock.runtime.grad_clipping import clip_grad_norm_
 from penstock.runtime.grad_scaling import Scaling
 from penstock.runtime.loss_weights import LossWeights
 from penstock.runtime.losses import MEAN, Weight, check_reduction, find_shares
 from penstock.runtime.parity import Parity, check_parity
-from penstock.runtime.program_cache import INFERRED, PER_MICROBATCH, Programs, check_shapes, in_view_of_headers
+from penstock.runtime.program_cache import INFERRED, PER_MICROBATCH, ProgramCache, check_shapes, model_with_headers
 from penstock.runtime.recording import Recording
-from penstock.runtime.shared_losses import shared
+from penstock.runtime.shared_losses import broadcast_losses
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.runtime.transport.threads import thread_transports
@@ -150,7 +150,7 @@ class Pipeline:
             if self.transport.in_one_process:
                 for stage in self._stages.values():
                     stage.share_process()
-            self._telling = Telling(self.transport, self._stages.values(), self._action)
+            self._telling = FailureScope(self.transport, self._stages.values(), self._action)
             self.compute = schedule
             self.schedule = self._lowered(schedule, self._model())
             self._programs = self._new_programs()
@@ -161,7 +161,7 @@ class Pipeline:
             self._must_train = not (allow_untrained or self._forward_only)
             self._scaling = None if scaler is None else Scaling(scaler, self._stages, self.transport)
             self._check_stages()
-            self._begin()
+            self._check_ranks_agree()
 
     @property
     def rank(self) -> int:
@@ -203,8 +203,8 @@ class Pipeline:
         Returns:
             The merged output on the rank of the last stage, None on the others.
         """
-        self._enter("step()")
-        with self._telling, torch.enable_grad(), self._around(training=True):
+        self._begin_call("step()")
+        with self._telling, torch.enable_grad(), self._step_scope(training=True):
             self._check_keywords("step()", kwargs)
             if torch.is_inference_mode_enabled():
                 raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
@@ -255,8 +255,8 @@ class Pipeline:
         Returns:
             The merged output on the rank of the last stage, None on the others.
         """
-        self._enter("eval()")
-        with self._telling, torch.no_grad(), self._around(training=False):
+        self._begin_call("eval()")
+        with self._telling, torch.no_grad(), self._step_scope(training=False):
             self._check_keywords("eval()", kwargs)
             batch = self._batches.of_evaluation(args, kwargs, target)
             # Without history: a slice of a slice that is made without gradients says that it needs one all the same.
@@ -311,7 +311,7 @@ class Pipeline:
         Returns:
             The norm before: over all stages, and shards of them; the same on every rank.
         """
-        self._enter("clip_grad_norm_()")
+        self._begin_call("clip_grad_norm_()")
         return clip_grad_norm_(self._stages, self.transport, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
@@ -319,7 +319,7 @@ class Pipeline:
         if not isinstance(kind, ComputationType):
             raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
         self._custom[kind] = function
-        self._programs.forget()
+        self._programs.clear()
 
     def recording(self) -> Recording:
         """Measure steps: ``with pipe.recording() as record:``, on all ranks together; see ``Recording``."""
@@ -327,7 +327,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Let go of connections and threads. Also done by ``with Pipeline(...) as pipe:``."""
-        self._programs.forget()
+        self._programs.clear()
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -335,7 +335,7 @@ class Pipeline:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and not isinstance(error, StepError):
-            self.transport.fail(failure_of(error, self.rank, None))  # or the others would wait for this rank
+            self.transport.fail(describe_failure(error, self.rank, None))  # or the others would wait for this rank
         self.close()
 
     # Setting up -----------------------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            self.transport.fail(self.transport.explain(error) or failure_of(error, self.rank, None))
+            self.transport.fail(self.transport.explain(error) or describe_failure(error, self.rank, None))
             raise
 
     def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:
@@ -359,7 +359,7 @@ class Pipeline:
     def _model(self) -> CommModel:
         """How communication behaves for the verifier."""
         model = self.transport.model
-        return in_view_of_headers(model) if self._shapes == PER_MICROBATCH else model
+        return model_with_headers(model) if self._shapes == PER_MICROBATCH else model
 
     def _lowered(self, schedule: Schedule, model: CommModel) -> Schedule:
         if schedule.compute_only:
@@ -368,9 +368,9 @@ class Pipeline:
             prove(schedule, model=model)
         return schedule
 
-    def _new_programs(self) -> Programs:
+    def _new_programs(self) -> ProgramCache:
         """Programs for the transport that there is now."""
-        return Programs(
+        return ProgramCache(
             self.schedule,
             self._stages,
             self.transport,
@@ -402,9 +402,9 @@ class Pipeline:
     def _forward_only(self) -> bool:
         return not packed.kind_mask(_BACKWARDS).take(packed.types(self.schedule.codes)).any()
 
-    def _begin(self) -> None:
+    def _check_ranks_agree(self) -> None:
         """Make sure that all ranks have been given the same, and that the edges come up."""
-        mine = self._given()
+        mine = self._fingerprint()
         for rank, data in enumerate(self.transport.exchange("\n".join(mine.values()).encode())):
             theirs = data.decode(errors="replace").split("\n")
             for (name, value), other in zip(mine.items(), [*theirs, *[""] * len(mine)], strict=False):
@@ -415,7 +415,7 @@ class Pipeline:
         pairs = {tuple(sorted(pair)) for pair in pairwise(rank_of) if pair[0] != pair[1]}
         self.transport.connect(sorted(pairs))  # type: ignore[arg-type]
 
-    def _given(self) -> dict[str, str]:
+    def _fingerprint(self) -> dict[str, str]:
         """What must be the same on all ranks, by name."""
         schedule = self.schedule
         digest = hashlib.sha256(schedule.codes.tobytes() + schedule.offsets.tobytes()).hexdigest()[:16]
@@ -438,35 +438,35 @@ class Pipeline:
         return Custom(self, operations, self._custom)
 
     def _shares(self, batch: Batch) -> Sequence[float]:
-        scale = 1.0 if self._scaling is None else self._scaling.begin()
+        scale = 1.0 if self._scaling is None else self._scaling.begin_step()
         if not self.has_last:
             return ()
         agreed, counts = self._programs.samples, batch.counts
         if agreed and counts.targets and list(counts.targets) != list(agreed):
             varies = f"; if this batch is of another size than the first one was, that needs shapes={PER_MICROBATCH!r}"
-            raise unlike_samples(agreed, counts.targets, varies)
+            raise sample_mismatch_error(agreed, counts.targets, varies)
         found = find_shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
         return [scale * share for share in found]
 
     @contextmanager
-    def _around(self, *, training: bool) -> Iterator[None]:
+    def _step_scope(self, *, training: bool) -> Iterator[None]:
         """Around a step: when it ends, gradients are complete on all replicas, and an overflow is one everywhere."""
         for stage in self._stages.values():
             stage.begin()
         elsewhere = self._reductions if ComputationType.REDUCE_GRAD in self._custom else ()
         try:
-            with in_step(self._stages.values(), reduce=training, elsewhere=elsewhere):
+            with gradient_sharing(self._stages.values(), reduce=training, elsewhere=elsewhere):
                 yield
         finally:
             for stage in self._stages.values():
                 stage.end()
         if training and self._scaling is not None:
-            self._scaling.agree()
+            self._scaling.sync_overflow()
 
     def _loss_weights(self, shares: Sequence[float], target: Any) -> LossWeights | None:
         if not (self._judges_loss and self.has_last):
             return None
-        return LossWeights(shares, self._reduction, is_ragged=is_split_already(target))
+        return LossWeights(shares, self._reduction, is_ragged=is_presplit(target))
 
     def _training_check(self) -> TrainingCheck | None:
         if not self._must_train:
@@ -476,7 +476,9 @@ class Pipeline:
     def _report(self, step: Step, losses: MutableSequence[torch.Tensor] | None) -> None:
         found = [loss for loss in step.losses if loss is not None]
         if self._share_losses:
-            found = shared(found, self.transport, self.schedule.placement.rank_of[-1], device_of(self._stages))
+            found = broadcast_losses(
+                found, self.transport, self.schedule.placement.rank_of[-1], device_of(self._stages)
+            )
         if losses is not None:
             losses.extend(found)
 
@@ -487,12 +489,12 @@ class Pipeline:
 
     # When something goes wrong --------------------------------------------------------------------------------------
 
-    def _enter(self, call: str) -> None:
+    def _begin_call(self, call: str) -> None:
         """Begin a call, unless the pipeline has failed; if another rank waits for this one, it is told which call."""
         self.transport.progress.call = call
         failure = self.transport.failure(max_age=_ASKED_EVERY)
         if failure is not None:
-            self._telling.leave_nothing()
+            self._telling.drop_gradients()
             raise pipeline_failed_error(failure)
 
     def _action(self) -> Action | None:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.compiler import compile_program
-from penstock.execution.edges import Agreed, Announced, Local
-from penstock.execution.microbatch_kinds import kinds_of
+from penstock.execution.edges import HeaderedEdge, LocalEdge, NegotiatedEdge
+from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.native import NativeOperations
 from penstock.execution.send_releases import find_releases
-from penstock.execution.single_tensor_edge import Single, is_single
+from penstock.execution.single_tensor_edge import SingleTensorEdge, is_single
 from penstock.graph.comm_model import CommModel
 from penstock.lowering.forwards import forwards_of
 from penstock.lowering.pipeline import lower
-from penstock.runtime import shape_negotiation as agreeing
+from penstock.runtime import shape_negotiation
 from penstock.runtime.ends import BatchInputs, LossHead
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ INFERRED: Final = "inferred"
 PER_MICROBATCH: Final = "per_microbatch"
 
 
-class Programs:
+class ProgramCache:
     """What this rank runs in training, and in evaluation with a loss and without.
 
     Args:
@@ -98,13 +98,13 @@ class Programs:
         """The program of an evaluation: the forwards, lowered for themselves."""
         name = f"evaluation with_loss={with_loss}"
         if name not in self._made:
-            model = in_view_of_headers(self._transport.model)
+            model = model_with_headers(self._transport.model)
             lowered = lower(forwards_of(self._schedule), reduce=False, model=model, verify=self._verify)
-            edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._touching()}
+            edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._local_edges()}
             self._made[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None, customized)
         return self._made[name]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Make programs anew when they are needed; what was agreed stands."""
         self._made.clear()
 
@@ -115,7 +115,7 @@ class Programs:
 
     def _check_seen(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> None:
         """Shapes are agreed once; others would be received into buffers of the wrong size."""
-        seen = kinds_of(args, kwargs)
+        seen = find_kinds(args, kwargs)
         if self._seen is None:
             self._seen = seen
         elif seen != self._seen:
@@ -126,36 +126,40 @@ class Programs:
 
     def _agreed(self, batch: Batch) -> dict[int, Edge]:
         rank_of = self._schedule.placement.rank_of
-        metas: agreeing.Metas | None = None
+        metas: shape_negotiation.Metas | None = None
         if self._shapes == INFERRED:
-            metas, self.samples = agreeing.inferred(
+            metas, self.samples = shape_negotiation.infer_specs(
                 self._stages, rank_of, self._transport, batch.args, batch.kwargs, batch.counts.samples
             )
         elif isinstance(self._shapes, Mapping):
             microbatches = self._schedule.microbatches
-            metas = agreeing.given(self._shapes, self._stages, len(rank_of), self._transport, microbatches)
-        last = None if metas is None else agreeing.last_modifying(self._stages, self._transport)
-        return {stage: self._edge(stage, metas, modifiable=last is None or stage < last) for stage in self._touching()}
+            metas = shape_negotiation.specs_from_examples(
+                self._shapes, self._stages, len(rank_of), self._transport, microbatches
+            )
+        last = None if metas is None else shape_negotiation.last_modifying(self._stages, self._transport)
+        return {
+            stage: self._edge(stage, metas, modifiable=last is None or stage < last) for stage in self._local_edges()
+        }
 
-    def _touching(self) -> list[int]:
+    def _local_edges(self) -> list[int]:
         """The edges to or from a stage of this rank, by the stage that they come from."""
         touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
         return sorted(edge for edge in touched if 0 <= edge < self._schedule.stages - 1)
 
     def _edge(
-        self, stage: int, metas: agreeing.Metas | None, *, modifiable: bool = True, evaluates: bool = False
+        self, stage: int, metas: shape_negotiation.Metas | None, *, modifiable: bool = True, evaluates: bool = False
     ) -> Edge:
         rank_of, microbatches = self._schedule.placement.rank_of, self._schedule.microbatches
         here = [one for one in (stage, stage + 1) if one in self._stages]
         if len(here) == 2:
-            return Local(stage, microbatches, modifiable=modifiable)
+            return LocalEdge(stage, microbatches, modifiable=modifiable)
         peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
         device = self._stages[here[0]].device
         if metas is None:
             # If one rank evaluates and another one trains, they must not take each other's messages for their own.
             first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
-            return Announced(stage, microbatches, self._transport, peer, device, first_tag)
-        kind = Single if is_single(metas[stage]) else Agreed
+            return HeaderedEdge(stage, microbatches, self._transport, peer, device, first_tag)
+        kind = SingleTensorEdge if is_single(metas[stage]) else NegotiatedEdge
         return kind(stage, self._transport, peer, device, metas[stage], modifiable=modifiable)
 
     def _compiled(
@@ -187,7 +191,7 @@ def check_shapes(shapes: object) -> None:
         raise StageError(f"shapes is {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
 
 
-def in_view_of_headers(model: CommModel) -> CommModel:
+def model_with_headers(model: CommModel) -> CommModel:
     """How communication behaves if messages have headers that are waited for: these make a lane of everything."""
     return model if model.lanes == "message" else CommModel(model.buffering, lanes="rank")
 

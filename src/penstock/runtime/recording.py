@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import Action, ComputationType
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.pipeline import Pipeline
-    from penstock.runtime.program_cache import Programs
+    from penstock.runtime.program_cache import ProgramCache
     from penstock.runtime.transport.protocol import Transport
 
 #: The field of ``Costs`` for each type of action that a rank is busy with.
@@ -96,7 +96,7 @@ class Recording:
         self.ends: tuple[float, ...] = ()
         self._pipe = pipe
         self._stages = pipe.schedule.stages
-        self._before: tuple[Transport, Programs] | None = None
+        self._before: tuple[Transport, ProgramCache] | None = None
         self._times: dict[str, dict[int, float]] = {}
         self._begun = 0.0
         self._waited = 0.0
@@ -147,7 +147,7 @@ class Recording:
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         assert self._before is not None
         self._pipe.transport, self._pipe._programs = self._before
-        self._pipe._programs.forget()  # they lack functions that were registered meanwhile
+        self._pipe._programs.clear()  # they lack functions that were registered meanwhile
         self._pipe._record = None
         if kind is None and self.steps:
             self._share()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.dry_run import Call, find_changes, find_output
-from penstock.execution.microbatch_kinds import Kinds, kinds_of
-from penstock.execution.value_spec import EdgeMeta, describe, mismatch
+from penstock.execution.microbatch_kinds import Kinds, find_kinds
+from penstock.execution.value_spec import ValueSpec, describe, mismatch
 from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 _COUNT: Final = struct.Struct("<I")
 #: By the stage that an edge comes from: what each microbatch looks like.
-Metas = dict[int, list[EdgeMeta]]
+Metas = dict[int, list[ValueSpec]]
 
 
-def inferred(
+def infer_specs(
     stages: Mapping[int, Stage],
     rank_of: Sequence[int],
     transport: Transport,
@@ -42,10 +42,10 @@ def inferred(
     """
     metas: Metas = {}
     rank = transport.rank
-    told: tuple[Kinds, list[EdgeMeta]] = ((), [])
+    told: tuple[Kinds, list[ValueSpec]] = ((), [])
     for index in sorted(stages):
         if index == 0:
-            kinds, found = kinds_of(args, kwargs)[0], list[EdgeMeta]()
+            kinds, found = find_kinds(args, kwargs)[0], list[ValueSpec]()
         elif rank_of[index - 1] == rank:
             kinds, found = told
         else:
@@ -69,7 +69,7 @@ def inferred(
     return metas, samples
 
 
-def given(
+def specs_from_examples(
     examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, transport: Transport, microbatches: int
 ) -> Metas:
     """What was given: an example of the output of each stage but the last, for a microbatch. All ranks call it.
@@ -77,7 +77,7 @@ def given(
     If no tensor of an example needs a gradient, all that can have one do, unless no stage up to there has a parameter
     that needs one.
     """
-    found: dict[int, EdgeMeta] = {}
+    found: dict[int, ValueSpec] = {}
     for index in sorted({neighbour for stage in stages for neighbour in (stage - 1, stage)}):
         if not 0 <= index < count - 1:
             continue
@@ -102,7 +102,7 @@ def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
     return max(int(index) for data in told for index in _COUNT.unpack(data))
 
 
-def _compared(metas: dict[int, EdgeMeta], trained: int, transport: Transport) -> int:
+def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -> int:
     """Make sure that the ranks at both ends of each edge were given the same; returns the first stage to be trained."""
     mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
     for rank, data in enumerate(transport.exchange(_joined([_COUNT.pack(trained), *mine]))):
@@ -125,7 +125,7 @@ def _compared(metas: dict[int, EdgeMeta], trained: int, transport: Transport) ->
     return trained
 
 
-def _with_gradients(meta: EdgeMeta) -> EdgeMeta:
+def _with_gradients(meta: ValueSpec) -> ValueSpec:
     if any(one.requires_grad for one in meta.tensors):
         return meta
     tensors = tuple(replace(one, requires_grad=_differentiable(one.dtype)) for one in meta.tensors)
@@ -136,7 +136,7 @@ def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[EdgeMeta]) -> bytes:
+def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[ValueSpec]) -> bytes:
     data = _joined([_numbers(kinds), _numbers(samples or ()), *map(encode, metas)])
     return _COUNT.pack(zlib.crc32(data)) + data
 
@@ -149,7 +149,7 @@ def _joined(parts: Sequence[bytes]) -> bytes:
     return b"".join(_COUNT.pack(len(part)) + part for part in parts)
 
 
-def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[EdgeMeta]]:
+def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[ValueSpec]]:
     """What the stage before announced."""
     try:
         kinds, samples, metas = _read(data)
@@ -161,7 +161,7 @@ def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[
     return kinds, samples or None, metas
 
 
-def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[EdgeMeta]]:
+def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[ValueSpec]]:
     if len(data) < _COUNT.size or _COUNT.unpack_from(data)[0] != zlib.crc32(data[_COUNT.size :]):
         raise MetadataError("it is damaged: its checksum is another")
     parts = list(_parts(data[_COUNT.size :]))

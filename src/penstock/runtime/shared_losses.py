@@ -15,13 +15,13 @@ from penstock.execution.wire_format import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.execution.value_spec import TensorMeta
+    from penstock.execution.value_spec import TensorSpec
     from penstock.runtime.transport.protocol import Transport
 
 _LENGTH: Final = struct.Struct("<I")
 
 
-def shared(
+def broadcast_losses(
     losses: Sequence[torch.Tensor], transport: Transport, source: int, device: torch.device
 ) -> list[torch.Tensor]:
     """The losses that rank `source` has, in their shapes and element types. All ranks call it.
@@ -55,7 +55,7 @@ def _read(data: bytes, device: torch.device) -> list[torch.Tensor]:
     return [number.to(one.dtype).reshape(one.shape) for number, one in zip(numbers.unbind(), each, strict=True)]
 
 
-def _fit(described: Sequence[TensorMeta], values: bytes) -> bool:
+def _fit(described: Sequence[TensorSpec], values: bytes) -> bool:
     """Whether these are the values of the first tensor, which has one for each of the others."""
     if not described or described[0].shape != (len(described) - 1,):
         return False

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
-from penstock.execution.data_parallel.ddp import Averaged
-from penstock.execution.data_parallel.fsdp import Sharded
+from penstock.execution.data_parallel.ddp import DdpAdapter
+from penstock.execution.data_parallel.fsdp import FsdpAdapter
 from penstock.ir import packed
 from penstock.ir.actions import REDUCE_GRAD
 
@@ -79,13 +79,15 @@ def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParall
             stage=stage,
         )
     if sharded:
-        return Sharded(sharded)
+        return FsdpAdapter(sharded)
     if replicated or wrapped:
-        return Averaged([*wrapped, *replicated])
+        return DdpAdapter([*wrapped, *replicated])
     return None
 
 
-def in_step(stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()) -> AbstractContextManager[None]:
+def gradient_sharing(
+    stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()
+) -> AbstractContextManager[None]:
     """Around a step: nothing is shared too early, and with `reduce` all gradients are when it ends.
 
     Args:
@@ -94,11 +96,13 @@ def in_step(stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] 
         elsewhere: the stages whose gradients are left to someone else: to a user's function for REDUCE_GRAD.
     """
     shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
-    return _sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
+    return _gradient_sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
 
 
 @contextmanager
-def _sharing(shared: Sequence[tuple[int, DataParallel]], *, reduce: bool, elsewhere: Container[int]) -> Iterator[None]:
+def _gradient_sharing(
+    shared: Sequence[tuple[int, DataParallel]], *, reduce: bool, elsewhere: Container[int]
+) -> Iterator[None]:
     adapters = [adapter for _, adapter in shared]
     try:
         for adapter in adapters:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BUCKET: Final = 25 << 20
 
 
-class Averaged:
+class DdpAdapter:
     """Modules with full parameters on every replica; their gradients are averaged."""
 
     def __init__(self, modules: Sequence[Any]) -> None:

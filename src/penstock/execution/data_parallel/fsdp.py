@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.execution.autograd import is_shared
+from penstock.execution.autograd import shares_storage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 
-class Sharded:
+class FsdpAdapter:
     """Modules of ``fully_shard``, or of the ``replicate`` that works like it: the stage itself, or parts of it."""
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
@@ -72,7 +72,7 @@ class Sharded:
         for state in self._states():
             for parameter in [one for group in state._fsdp_param_groups for one in group.fsdp_params]:
                 together = getattr(parameter, "_unsharded_param", None)  # once it has been brought together
-                if together is not None and type(together.grad) is torch.Tensor and is_shared(together.grad):
+                if together is not None and type(together.grad) is torch.Tensor and shares_storage(together.grad):
                     together.grad = together.grad.clone()
 
     def reduce(self) -> None:

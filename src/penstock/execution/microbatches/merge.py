@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
-from penstock.execution.microbatches.spec_tree import Leaves, flattened, split_dim, splitter_for
+from penstock.execution.microbatches.spec_tree import SpecTree, flatten, split_dim, splitter_for
 from penstock.execution.microbatches.specs import Microbatches, Replicate, Spec
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
     """
     if not values:
         raise MicrobatchError(f"{name} has no microbatches, so there is nothing to merge", name=name)
-    first = Leaves.of(name, values[0], spec)
+    first = SpecTree.of(name, values[0], spec)
     if first.treespec.is_leaf():
         return _merged(first, 0, values)
-    taken_apart = [flattened(value) for value in values]
+    taken_apart = [flatten(value) for value in values]
     for index, (_, treespec) in enumerate(taken_apart):
         if treespec != first.treespec:
             raise MicrobatchError(
@@ -44,7 +44,7 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
     return pytree.tree_unflatten(merged, first.treespec)
 
 
-def _merged(tree: Leaves, index: int, column: Sequence[Any]) -> Any:
+def _merged(tree: SpecTree, index: int, column: Sequence[Any]) -> Any:
     """One leaf from those of all microbatches."""
     first, spec = column[0], tree.specs[index]
     if spec is Microbatches:
@@ -65,7 +65,7 @@ def _merged(tree: Leaves, index: int, column: Sequence[Any]) -> Any:
     )
 
 
-def _joined(tree: Leaves, index: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(tree: SpecTree, index: int, column: Sequence[torch.Tensor]) -> torch.Tensor:
     dim = split_dim(tree.specs[index])
     alike = len({(tensor.dtype, tensor.ndim) for tensor in column}) == 1
     try:

@@ -14,7 +14,7 @@ from penstock.execution.microbatches.specs import Microbatches, Replicate, Spec,
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
+class SpecTree:
     """A value taken apart.
 
     Attributes:
@@ -32,9 +32,9 @@ class Leaves:
     specs: list[Spec]
 
     @classmethod
-    def of(cls, name: str, value: Any, spec: Spec) -> Leaves:
+    def of(cls, name: str, value: Any, spec: Spec) -> SpecTree:
         """Take a value apart."""
-        leaves, treespec = flattened(value)
+        leaves, treespec = flatten(value)
         return cls(name, value, leaves, treespec, leaf_specs(spec, value, len(leaves), name))
 
     def place(self, index: int) -> str:
@@ -46,7 +46,7 @@ class Leaves:
         return self.name + pytree.keystr(found[index][0])
 
 
-def flattened(value: Any) -> tuple[list[Any], Any]:
+def flatten(value: Any) -> tuple[list[Any], Any]:
     """The leaves of a value, and its structure.
 
     Torch's own function leaves objects behind that only the garbage collector can free; a step should leave none, so it

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MicrobatchError
-from penstock.execution.microbatches.spec_tree import Leaves, is_leaf, split_dim, splitter_for
+from penstock.execution.microbatches.spec_tree import SpecTree, is_leaf, split_dim, splitter_for
 from penstock.execution.microbatches.specs import Microbatches, Replicate, Spec, Splitter
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def split(value: Any, spec: Spec, microbatches: int, *, name: str = "value") -> 
     penstock.errors.MicrobatchError: args[1] is a single number and cannot be split into 2 microbatches; \
 write Replicate in its spec if every microbatch needs it
     """
-    return _split_together([Leaves.of(name, value, spec)], microbatches)[0]
+    return _split_together([SpecTree.of(name, value, spec)], microbatches)[0]
 
 
 def split_call(
@@ -55,15 +55,15 @@ def split_call(
     if microbatches > 0 and not given and target is None:
         return [()] * microbatches, [{} for _ in range(microbatches)], [None] * microbatches
     trees = [
-        Leaves.of("args", args, args_spec),
-        Leaves.of("kwargs", kwargs or {}, kwargs_spec),
-        Leaves.of("target", target, target_spec),
+        SpecTree.of("args", args, args_spec),
+        SpecTree.of("kwargs", kwargs or {}, kwargs_spec),
+        SpecTree.of("target", target, target_spec),
     ]
     arguments, keywords, targets = _split_together(trees, microbatches)
     return arguments, keywords, targets
 
 
-def fitting(
+def feasible_count(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     target: Any,
@@ -78,9 +78,9 @@ def fitting(
     3
     """
     trees = [
-        Leaves.of("args", args, args_spec),
-        Leaves.of("kwargs", kwargs or {}, kwargs_spec),
-        Leaves.of("target", target, target_spec),
+        SpecTree.of("args", args, args_spec),
+        SpecTree.of("kwargs", kwargs or {}, kwargs_spec),
+        SpecTree.of("target", target, target_spec),
     ]
     counts = [
         len(leaf) if isinstance(leaf, Microbatches) else _size(tree, index, microbatches)
@@ -112,27 +112,27 @@ def samples(value: Any, parts: Sequence[Any], spec: Spec = None) -> list[int] | 
         parts: what it was split into; looked at if it came in parts.
         spec: how it was split.
     """
-    if not is_split_already(value):
-        total = _samples(Leaves.of("value", value, spec))
+    if not is_presplit(value):
+        total = _samples(SpecTree.of("value", value, spec))
         return None if total is None else sizes(total, len(parts))
-    found = [_samples(Leaves.of("microbatch", part, spec)) for part in parts]
+    found = [_samples(SpecTree.of("microbatch", part, spec)) for part in parts]
     known = [count for count in found if count is not None]
     return known if len(known) == len(found) else None
 
 
-def is_split_already(value: Any) -> bool:
+def is_presplit(value: Any) -> bool:
     """Whether a value has parts that came as ``Microbatches``."""
     return any(isinstance(leaf, Microbatches) for leaf in pytree.tree_leaves(value, is_leaf=is_leaf))
 
 
-def _split_together(trees: list[Leaves], microbatches: int) -> list[list[Any]]:
+def _split_together(trees: list[SpecTree], microbatches: int) -> list[list[Any]]:
     if microbatches < 1:
         raise MicrobatchError(f"{microbatches} microbatches cannot be made; 1 is the least")
     _agree(trees, microbatches)
     return [_split_tree(tree, microbatches) for tree in trees]
 
 
-def _split_tree(tree: Leaves, microbatches: int) -> list[Any]:
+def _split_tree(tree: SpecTree, microbatches: int) -> list[Any]:
     columns = [_pieces(tree, index, microbatches) for index in range(len(tree.leaves))]
     if tree.treespec.is_leaf():
         return list(columns[0])
@@ -144,26 +144,26 @@ def _split_tree(tree: Leaves, microbatches: int) -> list[Any]:
     return [pytree.tree_unflatten(row, tree.treespec) for row in rows]
 
 
-def _pieces(tree: Leaves, index: int, microbatches: int) -> Sequence[Any]:
+def _pieces(tree: SpecTree, index: int, microbatches: int) -> Sequence[Any]:
     """A leaf, for each microbatch."""
     value, spec = tree.leaves[index], tree.specs[index]
     if isinstance(value, Microbatches):
-        return _given(tree, index, value, microbatches)
+        return _presplit(tree, index, value, microbatches)
     if spec is Replicate:
         return [value] * microbatches
     if (splitter := splitter_for(value)) is not None:
         return _custom(tree, index, splitter, microbatches)
     if not isinstance(value, torch.Tensor):
-        return _shared(tree, index, microbatches)
-    return cut(value, split_dim(spec), microbatches)
+        return _broadcast(tree, index, microbatches)
+    return slice_tensor(value, split_dim(spec), microbatches)
 
 
-def pieces(tensor: torch.Tensor, spec: Spec, microbatches: int) -> Sequence[torch.Tensor]:
+def split_leaf(tensor: torch.Tensor, spec: Spec, microbatches: int) -> Sequence[torch.Tensor]:
     """A tensor that is known to be as its spec says, for each microbatch."""
-    return [tensor] * microbatches if spec is Replicate else cut(tensor, split_dim(spec), microbatches)
+    return [tensor] * microbatches if spec is Replicate else slice_tensor(tensor, split_dim(spec), microbatches)
 
 
-def cut(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
+def slice_tensor(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
     """Parts that share memory with the tensor, and that a module may change in place."""
     lengths = sizes(tensor.shape[dim], microbatches)
     if not tensor.requires_grad:
@@ -174,14 +174,14 @@ def cut(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Ten
     return [tensor.narrow(dim, start, length) for start, length in zip(starts, lengths, strict=True)]
 
 
-def _given(tree: Leaves, index: int, value: Microbatches, microbatches: int) -> Sequence[Any]:
+def _presplit(tree: SpecTree, index: int, value: Microbatches, microbatches: int) -> Sequence[Any]:
     if len(value) == microbatches:
         return value.values
     name = tree.place(index)
     raise MicrobatchError(f"{name} is given as {len(value)} microbatches, but {microbatches} are run", name=name)
 
 
-def _custom(tree: Leaves, index: int, splitter: Splitter, microbatches: int) -> Sequence[Any]:
+def _custom(tree: SpecTree, index: int, splitter: Splitter, microbatches: int) -> Sequence[Any]:
     kind = type(tree.leaves[index]).__qualname__
     if (dim := split_dim(tree.specs[index])) != 0:
         name = tree.place(index)
@@ -195,7 +195,7 @@ def _custom(tree: Leaves, index: int, splitter: Splitter, microbatches: int) -> 
     )
 
 
-def _shared(tree: Leaves, index: int, microbatches: int) -> Sequence[Any]:
+def _broadcast(tree: SpecTree, index: int, microbatches: int) -> Sequence[Any]:
     value = tree.leaves[index]
     if not holds_tensors(value):
         return [value] * microbatches
@@ -216,7 +216,7 @@ def holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(inner))
 
 
-def _agree(trees: list[Leaves], microbatches: int) -> None:
+def _agree(trees: list[SpecTree], microbatches: int) -> None:
     """Raise unless every leaf that is split has the same number of samples, and enough of them."""
     counted = [
         (tree, index, size)
@@ -233,7 +233,7 @@ def _agree(trees: list[Leaves], microbatches: int) -> None:
     if size < microbatches:
         name = tree.place(index)
         raise MicrobatchError(
-            f"{_seen(tree, index)} cannot be split into {microbatches} microbatches: it has {size} along "
+            f"{_describe(tree, index)} cannot be split into {microbatches} microbatches: it has {size} along "
             f"dimension {split_dim(tree.specs[index])}; give at least {microbatches} samples (drop a last batch that "
             "is smaller) or a schedule of fewer microbatches; if another dimension counts the samples, write "
             "TensorChunkSpec(dim) in its spec",
@@ -241,7 +241,7 @@ def _agree(trees: list[Leaves], microbatches: int) -> None:
         )
 
 
-def _size(tree: Leaves, index: int, microbatches: int) -> int | None:
+def _size(tree: SpecTree, index: int, microbatches: int) -> int | None:
     """The number of samples in a leaf; None if it is not split."""
     value, spec = tree.leaves[index], tree.specs[index]
     if spec is Replicate or isinstance(value, Microbatches):
@@ -260,10 +260,10 @@ def _size(tree: Leaves, index: int, microbatches: int) -> int | None:
             "spec if every microbatch needs it",
             name=name,
         )
-    raise MicrobatchError(f"{_seen(tree, index)} has no dimension {dim} to split", name=name)
+    raise MicrobatchError(f"{_describe(tree, index)} has no dimension {dim} to split", name=name)
 
 
-def _disagreement(one: tuple[Leaves, int, int], other: tuple[Leaves, int, int]) -> MicrobatchError:
+def _disagreement(one: tuple[SpecTree, int, int], other: tuple[SpecTree, int, int]) -> MicrobatchError:
     small = min(one, other, key=lambda counted: counted[2])
     name = small[0].place(small[1])
     if small[2] == 1:
@@ -274,17 +274,17 @@ def _disagreement(one: tuple[Leaves, int, int], other: tuple[Leaves, int, int]) 
             "needs all of it, or pass Microbatches([...]) with what you have split yourself"
         )
     return MicrobatchError(
-        f"{_seen(*one[:2])} and {_seen(*other[:2])} have {one[2]} and {other[2]} samples; {advice}", name=name
+        f"{_describe(*one[:2])} and {_describe(*other[:2])} have {one[2]} and {other[2]} samples; {advice}", name=name
     )
 
 
-def _seen(tree: Leaves, index: int) -> str:
+def _describe(tree: SpecTree, index: int) -> str:
     value = tree.leaves[index]
     shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
     return f"{tree.place(index)}{shape}"
 
 
-def _samples(tree: Leaves) -> int | None:
+def _samples(tree: SpecTree) -> int | None:
     for value, spec in zip(tree.leaves, tree.specs, strict=True):
         if isinstance(value, torch.Tensor) and spec is not Replicate and value.ndim:
             return value.shape[split_dim(spec)]

@@ -1,6 +1,6 @@
 """Where the autograd graph of a stage is cut in two, found from its form.
 
-Some nodes lead to an input of the stage. The others lead to parameters alone. Where an edge goes from the first to the
+Some nodes lead to an input of the stage. The others lead to parameters only. Where an edge goes from the first to the
 second, the gradient of a weight is made: by a rule, at a *point*; or, where there is no rule, by the node itself.
 """
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from penstock.execution.split_backward.graph_shape import LEAF, NOWHERE, Form
-from penstock.execution.split_backward.weight_gradients import rule_for
+from penstock.execution.split_backward.graph_shape import LEAF, NOWHERE, GraphShape
+from penstock.execution.split_backward.weight_gradients import find_rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import Node
 
-    from penstock.execution.split_backward.weight_gradients import Add, Make, Operands, Rule
+    from penstock.execution.split_backward.weight_gradients import AddInPlace, Compute, Operands, WeightRule
 
 #: Nodes that run a backward of their own inside, and refuse to when the engine is asked for certain gradients only.
 _OPAQUE: Final = frozenset({"CheckpointFunctionBackward"})
 
 
-class Points(NamedTuple):
+class DeferredNodes(NamedTuple):
     """Nodes where weights can get their gradients later, in columns.
 
     Attributes:
@@ -43,17 +43,21 @@ class Points(NamedTuple):
 
     places: list[int]
     groups: list[tuple[Operands, list[int]]]
-    makes: list[Make]
+    makes: list[Compute]
     targets: list[int | tuple[int, int]]
     ends: list[int]
     vectors: list[int]
     complete: list[bool]
-    adds: list[tuple[Add, list[int]] | None]
+    adds: list[tuple[AddInPlace, list[int]] | None]
 
     @classmethod
     def of(
-        cls, points: dict[int, tuple[list[int], Rule]], below: list[list[int]], leaves: set[int], complete: list[bool]
-    ) -> Points:
+        cls,
+        points: dict[int, tuple[list[int], WeightRule]],
+        below: list[list[int]],
+        leaves: set[int],
+        complete: list[bool],
+    ) -> DeferredNodes:
         """From the numbers of edges and the rule at each place."""
         groups: dict[Operands, list[int]] = {}
         targets: list[int | tuple[int, int]] = []
@@ -82,7 +86,7 @@ class Points(NamedTuple):
         )
 
 
-class Cut(NamedTuple):
+class BackwardCut(NamedTuple):
     """Where graphs of one form are cut, all in places of the walk.
 
     Attributes:
@@ -96,28 +100,28 @@ class Cut(NamedTuple):
         whole: whether it cannot be cut.
     """
 
-    form: Form
+    form: GraphShape
     inputs: list[int]
     now: list[int]
     leaves: list[int]
-    points: Points
+    points: DeferredNodes
     keep: list[int]
     whole: bool
 
     @classmethod
     def of(
-        cls, beginnings: list[Node], inputs: Sequence[torch.Tensor], *, alone: bool = False
-    ) -> tuple[Cut, list[Node]]:
+        cls, beginnings: list[Node], inputs: Sequence[torch.Tensor], *, adds_in_place: bool = False
+    ) -> tuple[BackwardCut, list[Node]]:
         """Find where to cut the graph below some nodes; and its nodes.
 
-        `alone` is whether gradients may be added to leaves here. O(edges), and once more the part of weights for each
-        point that shares it.
+        `adds_in_place` is whether gradients may be added to leaves here. O(edges), and once more the part of weights
+        for each point that shares it.
         """
-        form, nodes, below = Form.of(beginnings)
+        form, nodes, below = GraphShape.of(beginnings)
         places = {node: place for place, node in enumerate(nodes)}
         ends = [places.get(get_gradient_edge(tensor).node, NOWHERE) for tensor in inputs]
         kept = _above({place for place in ends if place >= 0}, below)
-        points, combined = _points(nodes, below, kept, alone=alone)
+        points, combined = _points(nodes, below, kept, adds_in_place=adds_in_place)
         roots = range(len(beginnings))
         begins = {root: [root] for root in roots if root not in kept} | {
             place: [below[place][number] for number in numbers] for place, (numbers, _) in points.items()
@@ -138,7 +142,7 @@ class Cut(NamedTuple):
             ends,
             now,
             sorted(inner & leaves),
-            Points.of(points, below, leaves, complete),
+            DeferredNodes.of(points, below, leaves, complete),
             sorted(leaves.difference(ends)) + above,
             any(form.kinds[place].__name__ in _OPAQUE for place in kept | inner),
         )
@@ -159,19 +163,19 @@ class Cut(NamedTuple):
 
 
 def _points(
-    nodes: list[Node], below: list[list[int]], kept: set[int], *, alone: bool
-) -> tuple[dict[int, tuple[list[int], Rule]], list[int]]:
+    nodes: list[Node], below: list[list[int]], kept: set[int], *, adds_in_place: bool
+) -> tuple[dict[int, tuple[list[int], WeightRule]], list[int]]:
     """Where there are rules: the numbers of edges, and the rule. And the children that their nodes make gradients for.
 
     `kept` are the nodes that lead to an input.
     """
-    points: dict[int, tuple[list[int], Rule]] = {}
+    points: dict[int, tuple[list[int], WeightRule]] = {}
     combined: list[int] = []
     for place in sorted(kept):
         numbers = [number for number, child in enumerate(below[place]) if child >= 0 and child not in kept]
         if not numbers:
             continue
-        rule = rule_for(nodes[place], numbers, alone=alone)
+        rule = find_rule(nodes[place], numbers, adds_in_place=adds_in_place)
         if rule is not None and rule.operands([nodes[place]]) is not None:
             points[place] = numbers, rule
         else:

@@ -1,6 +1,6 @@
 """The form of an autograd graph: what a walk through it comes upon.
 
-As a rule the graph of a stage has the same form for every microbatch. What depends on the form alone is found once; of
+As a rule the graph of a stage has the same form for every microbatch. What depends on the form only is found once; of
 each further graph it is only asked whether it has that form, which takes a walk of a few hundred nanoseconds a node.
 """
 
@@ -24,10 +24,10 @@ LEAF: Final = "AccumulateGrad"
 #: The place of what is not in the graph.
 NOWHERE: Final = -1
 #: The step from a node whose only edge leads to a node not seen before. As a rule it is this very object.
-_ONWARD: Final[Step] = (1, [0], [])
+_CHAIN: Final[Step] = (1, [0], [])
 
 
-class Form(NamedTuple):
+class GraphShape(NamedTuple):
     """The form of a graph. Nodes are told by their place in the walk.
 
     Attributes:
@@ -41,7 +41,7 @@ class Form(NamedTuple):
     steps: list[Step | None]
 
     @classmethod
-    def of(cls, beginnings: list[Node]) -> tuple[Form, list[Node], list[list[int]]]:
+    def of(cls, beginnings: list[Node]) -> tuple[GraphShape, list[Node], list[list[int]]]:
         """The form of the graph below some nodes, its nodes, and for each the places of its children. O(edges)."""
         nodes = list(beginnings)
         seen: dict[Node | None, int] = {node: place for place, node in enumerate(nodes)} | {None: NOWHERE}
@@ -61,7 +61,7 @@ class Form(NamedTuple):
             below.append([seen[child] for child, _ in row])
             step: Step = len(row), new, known
             is_leaf = type(node).__name__ == LEAF
-            form.steps.append(None if is_leaf else _ONWARD if step == _ONWARD else step)
+            form.steps.append(None if is_leaf else _CHAIN if step == _CHAIN else step)
         return form, nodes, below
 
     def matched(self, beginnings: list[Node]) -> list[Node] | None:
@@ -76,7 +76,7 @@ class Form(NamedTuple):
         add = nodes.append
         try:
             for node, step in zip(nodes, self.steps, strict=False):  # nodes are added meanwhile
-                if step is _ONWARD:  # most often
+                if step is _CHAIN:  # most often
                     ((child, _),) = node.next_functions
                     add(child)
                 elif step is not None:

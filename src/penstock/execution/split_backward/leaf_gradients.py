@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
-class Leaf:
+class LeafGradient:
     """A leaf, and the node in the graph where its gradients are added up.
 
     Attributes:
@@ -42,20 +42,20 @@ class Leaf:
         self._after = _hooks(node.register_hook)
 
     @property
-    def is_watched(self) -> bool:
+    def has_node_hooks(self) -> bool:
         """Whether the node has hooks."""
         return bool(self._before or self._after)
 
     @property
-    def is_open(self) -> bool:
+    def is_unhooked(self) -> bool:
         """Whether gradients can be added here: nobody looks on."""
         tensor = self.tensor
-        watched = self.is_watched or tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+        watched = self.has_node_hooks or tensor._backward_hooks or tensor._post_accumulate_grad_hooks
         return self._is_plain and tensor.requires_grad and not watched
 
     def takes(self, gradient: torch.Tensor) -> bool:
         """Whether what is made of a gradient can be added here, and the engine would do the same."""
-        if not self.is_open or not is_plain(gradient):
+        if not self.is_unhooked or not is_plain(gradient):
             return False
         tensor = self.tensor
         grad = tensor.grad
@@ -83,7 +83,9 @@ class Leaf:
             grad.add_(gradient)
 
 
-def added(leaves: Sequence[Leaf], gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+def add_where_possible(
+    leaves: Sequence[LeafGradient], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
     """Add gradients where there are some already; those that are left for the engine, None for the others."""
     left = list(gradients)
     grads, ours = [], []

@@ -1,7 +1,7 @@
 """The backward of a stage in two halves: the gradient of its inputs now, that of its weights later.
 
 The autograd graph of a stage, from its outputs down to leaves, falls into two parts. Some nodes lead to an input; they
-are what I runs, in one call of the engine. The others lead to parameters alone, e.g. the transpose of a weight; they
+are what I runs, in one call of the engine. The others lead to parameters only, e.g. the transpose of a weight; they
 are what W runs. Between them are the nodes of the first kind with an edge into the second: there the gradient of a
 weight is made.
 
@@ -11,7 +11,7 @@ weight is made.
   go. I keeps the result, which is as large as the parameter, and W adds it to ``.grad``.
 
 So every node runs once, and when I returns, all that was saved and that W does not need is free. Where to cut depends
-on the form of the graph alone, which as a rule is the same for every microbatch: it is found once, and then a graph is
+on the form of the graph only, which as a rule is the same for every microbatch: it is found once, and then a graph is
 only compared with it.
 """
 
@@ -27,9 +27,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import StageError
-from penstock.execution.autograd import accumulate, gradients_at, taken, without_autocast
-from penstock.execution.split_backward.backward_cut import Cut
-from penstock.execution.split_backward.leaf_gradients import Leaf, added, is_plain
+from penstock.execution.autograd import gradients_at, pop_gradients, run_backward, without_autocast
+from penstock.execution.split_backward.backward_cut import BackwardCut
+from penstock.execution.split_backward.leaf_gradients import LeafGradient, add_where_possible, is_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import Node
 
-    from penstock.execution.split_backward.weight_gradients import Add, Make
+    from penstock.execution.split_backward.weight_gradients import AddInPlace, Compute
 
     Gradients = Sequence[torch.Tensor | None]
     #: Where gradients of weights are added: an edge, or a leaf.
@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     #: gradients and the operand for it, the end of these among all that are made, whether no later one is for the
     #: same weights, so that they may get their gradients, and what adds them to which leaves, if that can be done in
     #: one. A bare tuple, since there are many.
-    Product = tuple[list[torch.Tensor | None], Make, Any, int, bool, "tuple[Add, list[Leaf]] | None"]
+    Product = tuple[list[torch.Tensor | None], Compute, Any, int, bool, "tuple[AddInPlace, list[LeafGradient]] | None"]
 
 #: Bytes of gradients that are handed to the engine at once: about what the caches hold.
-_ENOUGH: Final = 1 << 20
+_FLUSH_BYTES: Final = 1 << 20
 _REMEMBERED: Final = 8
 _NOTHING: Final = nullcontext()
 _needs_gradient: Final = attrgetter("requires_grad")
@@ -63,8 +63,8 @@ class SplitBackward:
     of a matrix product or convolution sees the gradient of the input, and None in the place of a weight's; one of the
     node of a weight's transpose is not called.
 
-    With `alone`, gradients of linear layers are added to ``.grad`` as they are made where no hook is set to see them.
-    It must not be said where hooks are set in C++, as by ``DistributedDataParallel``, or where another thread may add
+    With `adds_in_place`, gradients of linear layers are added to ``.grad`` as they are made where no hook could see
+    them. Do not set it where hooks are set in C++, as by ``DistributedDataParallel``, or where another thread may add
     to the same weights.
 
     >>> from torch.autograd.graph import get_gradient_edge
@@ -80,25 +80,25 @@ class SplitBackward:
             [1., 1.]])
     """
 
-    __slots__ = ("_carrier", "_cuts", "_known", "_last", "alone")
+    __slots__ = ("_carrier", "_cuts", "_known", "_last", "adds_in_place")
 
-    def __init__(self, *, alone: bool = False) -> None:
-        self.alone = alone
-        self._cuts: list[Cut] = []
-        self._last: Cut | None = None  # the cut of the graph before
-        self._known: dict[int, Leaf] = {}  # its leaves, by their places
+    def __init__(self, *, adds_in_place: bool = False) -> None:
+        self.adds_in_place = adds_in_place
+        self._cuts: list[BackwardCut] = []
+        self._last: BackwardCut | None = None  # the cut of the graph before
+        self._known: dict[int, LeafGradient] = {}  # its leaves, by their places
         self._carrier = torch.empty(0)  # of hooks, on their way to a node
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, e.g. with its stage, begins anew: what is known is of this one's graphs."""
-        return partial(SplitBackward, alone=self.alone), ()
+        return partial(SplitBackward, adds_in_place=self.adds_in_place), ()
 
     def before_whole_backward(self) -> None:
         """A backward is about to run that is not split. Hooks that its forward has set do not outlive its graph."""
-        for place in [place for place, leaf in self._known.items() if leaf.is_watched]:
+        for place in [place for place, leaf in self._known.items() if leaf.has_node_hooks]:
             del self._known[place]
 
-    def forget_leaves(self) -> None:
+    def end_step(self) -> None:
         """A step is over: nodes of leaves are not kept alive any longer."""
         self._known.clear()
 
@@ -142,15 +142,15 @@ class SplitBackward:
             if nodes is not None:
                 if cut.whole:
                     return None
-                split = self._applied(cut, nodes)
+                split = self._apply(cut, nodes)
                 if split is not None:
                     return split
-        cut, nodes = Cut.of(beginnings, inputs, alone=self.alone)
+        cut, nodes = BackwardCut.of(beginnings, inputs, adds_in_place=self.adds_in_place)
         # Graphs of one form may differ in what can be cut, e.g. where saved tensors are elsewhere: try the most first.
         self._cuts = sorted([cut, *self._cuts][:_REMEMBERED], key=lambda one: -len(one.points.places))
-        return None if cut.whole else self._applied(cut, nodes)
+        return None if cut.whole else self._apply(cut, nodes)
 
-    def _applied(self, cut: Cut, nodes: Sequence[Any]) -> _Split | None:
+    def _apply(self, cut: BackwardCut, nodes: Sequence[Any]) -> _Split | None:
         """The cut of one microbatch's graph; None if something about its nodes forbids it."""
         points = cut.points
         at = [nodes[place] for place in points.places]
@@ -167,7 +167,7 @@ class SplitBackward:
             for number, operand in zip(numbers, found, strict=True):
                 operands[number] = operand
         adds, known = self._leaves(cut, nodes)
-        outputs, watched = _handed_over(at, self._carrier), _tensors(operands)
+        outputs, watched = _capture_output_gradients(at, self._carrier), _tensors(operands)
         return _Split(
             [nodes[place] for place in cut.now],
             [nodes[place].variable for place in cut.leaves],
@@ -179,31 +179,33 @@ class SplitBackward:
             list(map(_version, watched)),
         )
 
-    def _leaves(self, cut: Cut, nodes: Sequence[Any]) -> tuple[list[tuple[Add, list[Leaf]] | None], list[Leaf]]:
+    def _leaves(
+        self, cut: BackwardCut, nodes: Sequence[Any]
+    ) -> tuple[list[tuple[AddInPlace, list[LeafGradient]] | None], list[LeafGradient]]:
         """What adds the gradients of each point to which leaves, and the leaves that get one in I.
 
         Nothing where that is left to the engine, also if it shall find anomalies.
         """
         adds = cut.points.adds
-        if not self.alone or torch.is_anomaly_enabled():
+        if not self.adds_in_place or torch.is_anomaly_enabled():
             return [None] * len(adds), []
         if cut is not self._last:  # leaves of another graph may be in use no more
-            self.forget_leaves()
+            self.end_step()
             self._last = cut
         return (
             [one and (one[0], [self._leaf(nodes, place) for place in one[1]]) for one in adds],
             [self._leaf(nodes, place) for place in cut.leaves],
         )
 
-    def _leaf(self, nodes: Sequence[Any], place: int) -> Leaf:
+    def _leaf(self, nodes: Sequence[Any], place: int) -> LeafGradient:
         """The leaf at a place of a graph.
 
         It is known from one graph to the next as long as its node has no hooks: these must not outlive the graph.
         """
         leaf = self._known.get(place)
         if leaf is None or leaf.node is not nodes[place]:
-            leaf = self._known[place] = Leaf(nodes[place])
-        if leaf.is_watched:
+            leaf = self._known[place] = LeafGradient(nodes[place])
+        if leaf.has_node_hooks:
             del self._known[place]
         return leaf
 
@@ -220,7 +222,7 @@ class WeightBackward:
         split: _Split | None = None,
         found: Gradients = (),
     ) -> None:
-        """Roots that lead to weights alone, and their gradients; a split, and what I has found for its leaves."""
+        """Roots that lead to weights only, and their gradients; a split, and what I has found for its leaves."""
         self._roots = roots
         self._gradients = gradients
         self._split = split
@@ -241,18 +243,18 @@ class WeightBackward:
         gradients, split = list(self._gradients), self._split
         if split is not None:
             _check_unchanged(split.operands, split.versions)
-            found = added(split.known, self._found) if split.known else self._found
+            found = add_where_possible(split.known, self._found) if split.known else self._found
             there = [gradient is not None for gradient in found]
             roots += split.leaves if all(there) else list(compress(split.leaves, there))
             gradients += [gradient for gradient in found if gradient is not None]
         self._roots, self._gradients, self._split, self._found = (), (), None, ()
         if split is not None:
-            roots, gradients = _multiplied(split, roots, gradients)
+            roots, gradients = _compute_deferred(split, roots, gradients)
         if roots:
             _accumulate(roots, gradients)
 
 
-def _multiplied(
+def _compute_deferred(
     split: _Split, roots: list[Root], gradients: list[torch.Tensor]
 ) -> tuple[list[Root], list[torch.Tensor]]:
     """Make the gradients of products, and add some to ``.grad`` on the way; the others are returned, and for what."""
@@ -268,13 +270,13 @@ def _multiplied(
             gradients += made
             size += made[-1].nbytes
         end = until
-        if size > _ENOUGH and complete:  # before they leave the caches
+        if size > _FLUSH_BYTES and complete:  # before they leave the caches
             _accumulate(roots + targets[taken_to:end], gradients)
             roots, gradients, size, taken_to = [], [], 0, end
     return roots + targets[taken_to:end], gradients
 
 
-def _is_added(adding: tuple[Add, list[Leaf]] | None, gradient: torch.Tensor, operand: Any) -> bool:
+def _is_added(adding: tuple[AddInPlace, list[LeafGradient]] | None, gradient: torch.Tensor, operand: Any) -> bool:
     """Whether the gradients of a product could be added to their leaves as they are made. They are, then."""
     if adding is None or not is_plain(operand):
         return False
@@ -289,7 +291,7 @@ def _is_added(adding: tuple[Add, list[Leaf]] | None, gradient: torch.Tensor, ope
 def _accumulate(roots: list[Root], gradients: list[torch.Tensor]) -> None:
     """Add gradients to leaves, or to those that edges lead to.
 
-    A leaf that needs none any more gets none, as in a whole backward; the engine would refuse it. With a root alone the
+    A leaf that needs none any more gets none, as in a whole backward; the engine would refuse it. With one root the
     engine says of its node, to whoever asks in a hook of several tensors, that it does not run; so there are two.
     """
     if not all(map(_needs_gradient, roots)):
@@ -298,7 +300,7 @@ def _accumulate(roots: list[Root], gradients: list[torch.Tensor]) -> None:
     if len(roots) == 1:
         roots, gradients = [*roots, torch.zeros((), requires_grad=True)], [*gradients, torch.zeros(())]
     if roots:
-        accumulate(roots, gradients)
+        run_backward(roots, gradients)
 
 
 class _Split(NamedTuple):
@@ -317,7 +319,7 @@ class _Split(NamedTuple):
 
     now: list[Node]
     leaves: list[torch.Tensor]
-    known: list[Leaf]
+    known: list[LeafGradient]
     products: list[Product]
     targets: list[Root]
     keep: list[Node]
@@ -357,7 +359,7 @@ def _edge(nodes: Sequence[Node], number: int, edge: int) -> _Edge:
     return _Edge(*nodes[number].next_functions[edge])  # type: ignore[arg-type]  # it leads to a node
 
 
-def _handed_over(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch.Tensor | None]]:
+def _capture_output_gradients(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch.Tensor | None]]:
     """What gets the gradient of each node's output, when all hooks of that output have seen it.
 
     What the engine itself hands over for an edge is the gradient before the hooks. ``register_prehook`` would do, and
@@ -374,11 +376,11 @@ def _handed_over(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch
 def _without_hooks(leaves: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
     """Leaves without the hooks of their tensors: these see the gradient when it is added, in W."""
     hooked = [hooks for leaf in leaves if (hooks := leaf._backward_hooks)]
-    return _emptied(hooked) if hooked else _NOTHING
+    return _hooks_removed(hooked) if hooked else _NOTHING
 
 
 @contextmanager
-def _emptied(dictionaries: Sequence[dict[int, Any]]) -> Iterator[None]:
+def _hooks_removed(dictionaries: Sequence[dict[int, Any]]) -> Iterator[None]:
     kept = [dict(one) for one in dictionaries]
     for one in dictionaries:
         one.clear()
@@ -393,5 +395,5 @@ def _in_one_piece(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
     """The whole backward, for a graph that cannot be cut."""
-    accumulate(roots, gradients)
-    return taken(inputs)
+    run_backward(roots, gradients)
+    return pop_gradients(inputs)

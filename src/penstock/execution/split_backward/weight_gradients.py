@@ -16,18 +16,18 @@ import torch
 from torch import bmm, mm
 
 from penstock.execution.split_backward.graph_shape import LEAF
-from penstock.execution.split_backward.leaf_gradients import Leaf
+from penstock.execution.split_backward.leaf_gradients import LeafGradient
 
 #: Gradients from that of the output and the operand.
-Make = Callable[[torch.Tensor, Any], list[torch.Tensor]]
+Compute = Callable[[torch.Tensor, Any], list[torch.Tensor]]
 #: Adds these gradients to the leaves that they are for.
-Add = Callable[[torch.Tensor, Any, Sequence[Leaf]], None]
+AddInPlace = Callable[[torch.Tensor, Any, Sequence[LeafGradient]], None]
 #: The operands of nodes; None if one of them has to make its gradients itself, or in another way. All at once, since
 #: there are many.
 Operands = Callable[[Sequence[Any]], list[Any] | None]
 
 
-class Rule(NamedTuple):
+class WeightRule(NamedTuple):
     """What to keep of nodes, and what to make of it.
 
     Attributes:
@@ -39,19 +39,19 @@ class Rule(NamedTuple):
     """
 
     operands: Operands
-    make: Make
+    make: Compute
     vector: bool = False
     behind: bool = False
-    add: Add | None = None
+    add: AddInPlace | None = None
 
 
-def rule_for(node: Any, wanted: Sequence[int], *, alone: bool) -> Rule | None:
+def find_rule(node: Any, wanted: Sequence[int], *, adds_in_place: bool) -> WeightRule | None:
     """The rule for the edges with these numbers of a node, and of nodes at this place of such graphs; None without.
 
-    `alone` is whether gradients may be added to leaves here.
+    `adds_in_place` is whether gradients may be added to leaves here.
     """
     maker = _RULES.get((type(node).__name__, tuple(wanted)))
-    return None if maker is None else maker(node, alone)
+    return None if maker is None else maker(node, adds_in_place)
 
 
 _data: Final = attrgetter("data")
@@ -104,7 +104,7 @@ def _beside_dense(find: Operands) -> Operands:
     return operands
 
 
-def _beside_unseen(find: Operands) -> Operands:
+def _without_hooks(find: Operands) -> Operands:
     """The same where, besides, nobody wants to see the gradient of the right operand itself."""
 
     def operands(nodes: Sequence[Any]) -> list[Any] | None:
@@ -136,21 +136,21 @@ def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[A
     ]
 
 
-def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any, bool], Rule]:
+def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any, bool], WeightRule]:
     """The rule for the right operand of a product, the weight of a linear layer, and for the bias that is added."""
-    dense, unseen = _beside_dense(find), _beside_unseen(find)
+    dense, unseen = _beside_dense(find), _without_hooks(find)
 
-    def rule(node: Any, alone: bool) -> Rule:
+    def rule(node: Any, adds_in_place: bool) -> WeightRule:
         if not _is_turned(node):
-            return Rule(dense, _product_and_bias if bias else _product)
+            return WeightRule(dense, _product_and_bias if bias else _product)
         row = node.next_functions
-        if not _is_leaf_turned(row[-1][0], alone) or unseen([node]) is None:
-            return Rule(dense, _turned_and_bias if bias else _turned)
+        if not _is_leaf_turned(row[-1][0], adds_in_place) or unseen([node]) is None:
+            return WeightRule(dense, _turned_and_bias if bias else _turned)
         if bias and _is_vector(row[0][0]):
-            return Rule(unseen, _turned_back_and_sum, vector=True, behind=True, add=_add_turned_back_and_sum)
+            return WeightRule(unseen, _turned_back_and_sum, vector=True, behind=True, add=_add_turned_back_and_sum)
         if bias:
-            return Rule(unseen, _turned_back_and_bias, behind=True)
-        return Rule(unseen, _turned_back, behind=True, add=_add_turned_back)
+            return WeightRule(unseen, _turned_back_and_bias, behind=True)
+        return WeightRule(unseen, _turned_back, behind=True, add=_add_turned_back)
 
     return rule
 
@@ -161,7 +161,7 @@ def _is_turned(node: Any) -> bool:
     return bool(strides and strides[-2] == 1)
 
 
-def _is_leaf_turned(node: Any, alone: bool) -> bool:
+def _is_leaf_turned(node: Any, adds_in_place: bool) -> bool:
     """Whether a node is that of the transpose of a leaf, and the leaf is small, or gradients can be added to it here.
 
     What is handed to the engine for a leaf itself, and is its first gradient, is copied, since it is known here, too.
@@ -169,7 +169,9 @@ def _is_leaf_turned(node: Any, alone: bool) -> bool:
     if type(node).__name__ != "TBackward0":
         return False
     leaf = node.next_functions[0][0]
-    return type(leaf).__name__ == LEAF and (leaf.variable.nbytes <= _SMALL or (alone and Leaf(leaf).is_open))
+    return type(leaf).__name__ == LEAF and (
+        leaf.variable.nbytes <= _SMALL or (adds_in_place and LeafGradient(leaf).is_unhooked)
+    )
 
 
 def _is_vector(node: Any) -> bool:
@@ -208,11 +210,11 @@ def _turned_back_and_sum(gradient: torch.Tensor, left: torch.Tensor) -> list[tor
     return [gradient.sum(0), mm(gradient.T, left)]
 
 
-def _add_turned_back(gradient: torch.Tensor, left: torch.Tensor, leaves: Sequence[Leaf]) -> None:
+def _add_turned_back(gradient: torch.Tensor, left: torch.Tensor, leaves: Sequence[LeafGradient]) -> None:
     leaves[-1].add_product(gradient.T, left)
 
 
-def _add_turned_back_and_sum(gradient: torch.Tensor, left: torch.Tensor, leaves: Sequence[Leaf]) -> None:
+def _add_turned_back_and_sum(gradient: torch.Tensor, left: torch.Tensor, leaves: Sequence[LeafGradient]) -> None:
     leaves[0].add(gradient.sum(0))
     leaves[1].add_product(gradient.T, left)
 
@@ -234,14 +236,14 @@ def _convolved(wanted: Sequence[int], gradient: torch.Tensor, operands: Any) -> 
     return [made[number] for number in wanted]
 
 
-def _fixed(operands: Operands, make: Make) -> Callable[[Any, bool], Rule]:
-    rule = Rule(operands, make)
+def _fixed(operands: Operands, make: Compute) -> Callable[[Any, bool], WeightRule]:
+    rule = WeightRule(operands, make)
     return lambda _node, _alone: rule
 
 
 #: By the name of the node's type and the numbers of its edges that lead to weights. The factors of ``addmm`` are those
 #: of ``beta * bias + alpha * left @ right``.
-_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any, bool], Rule]]] = {
+_RULES: Final[dict[tuple[str, tuple[int, ...]], Callable[[Any, bool], WeightRule]]] = {
     ("MmBackward0", (0,)): _fixed(_saved("mat2"), _left),
     ("MmBackward0", (1,)): _right_of(_saved("self")),
     ("BmmBackward0", (0,)): _fixed(_saved("mat2"), _lefts),

@@ -16,7 +16,7 @@ from penstock.schedules.gpipe import gpipe
 from penstock.schedules.one_f_one_b import one_f_one_b
 
 if TYPE_CHECKING:
-    from penstock.pipelining._engine.methods import Calls
+    from penstock.pipelining._engine.methods import CallConvention
     from penstock.pipelining._engine.programs import Compiled
     from penstock.pipelining._schedule.rows import Rows
 
@@ -26,7 +26,13 @@ _GPIPE_IN_FLIGHT: Final = 6
 
 
 def program_of_gpipe(
-    stage: Any, microbatches: int, *, calls: Calls, trains: bool, mode: Mode = Mode.METHODS, backwards: bool = True
+    stage: Any,
+    microbatches: int,
+    *,
+    calls: CallConvention,
+    trains: bool,
+    mode: Mode = Mode.METHODS,
+    backwards: bool = True,
 ) -> Compiled:
     """Compile the program of one stage of GPipe, or of its forwards only."""
     if mode and _may_post_alone(stage):
@@ -48,7 +54,7 @@ def program_of_gpipe(
 
 
 def program_of_one_f_one_b(
-    stage: Any, stages: int, microbatches: int, *, calls: Calls, trains: bool, mode: Mode = Mode.METHODS
+    stage: Any, stages: int, microbatches: int, *, calls: CallConvention, trains: bool, mode: Mode = Mode.METHODS
 ) -> Compiled:
     """Compile the program of one stage of 1F1B."""
     if mode and _may_post_alone(stage):
@@ -63,7 +69,9 @@ def _may_post_alone(stage: Any) -> bool:
     return isinstance(stage, StageInference) and may_post_ahead([stage])
 
 
-def _of_any_order(stage: Any, order: Rows, microbatches: int, *, calls: Calls, trains: bool, mode: Mode) -> Compiled:
+def _of_any_order(
+    stage: Any, order: Rows, microbatches: int, *, calls: CallConvention, trains: bool, mode: Mode
+) -> Compiled:
     index, stages = stage.stage_index, len(order)
     rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
     row = [*rows[index], *([_Action(index, REDUCE_GRAD)] if trains else [])]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.execution.autograd import is_lazy
-from penstock.pipelining._stage.compute import is_as_written, of_one_kind
+from penstock.pipelining._stage.compute import is_unmodified, of_one_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -78,4 +78,4 @@ def _add_back(earlier: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> Non
 
 def _divides(stage: Any) -> bool:
     """Whether a stage divides the gradients of its module: one that has its own way of it may not."""
-    return is_as_written(stage, "scale_grads", "perform_reduce_grad") and isinstance(stage.submod, torch.nn.Module)
+    return is_unmodified(stage, "scale_grads", "perform_reduce_grad") and isinstance(stage.submod, torch.nn.Module)

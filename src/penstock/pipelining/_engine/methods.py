@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.pipelining._schedule.actions import _Action
 
 
-class Calls(NamedTuple):
+class CallConvention(NamedTuple):
     """How a class of schedules calls the stage.
 
     Attributes:
@@ -93,7 +93,7 @@ class MethodOperations:
         self,
         stages: Mapping[int, Any],
         microbatches: int,
-        calls: Calls,
+        calls: CallConvention,
         *,
         trains: bool,
         directly: bool = False,

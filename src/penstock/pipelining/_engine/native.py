@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from penstock.execution.autograd import edge_of
-from penstock.execution.edges import Agreed, FirstEnd, LastEnd, Local, keep
-from penstock.execution.edges import present as fill_missing
+from penstock.execution.autograd import gradient_edge
+from penstock.execution.edges import FirstEnd, LastEnd, LocalEdge, NegotiatedEdge, keep
+from penstock.execution.edges import fill_missing as fill_missing
 from penstock.execution.native import NativeOperations
-from penstock.execution.single_tensor_edge import Single
+from penstock.execution.single_tensor_edge import SingleTensorEdge
 from penstock.execution.stage import Stage
 from penstock.execution.step import Step
 from penstock.execution.transport import Progress
-from penstock.execution.trees import SLOT
-from penstock.execution.value_spec import EdgeMeta, TensorMeta
+from penstock.execution.trees import TENSOR
+from penstock.execution.value_spec import TensorSpec, ValueSpec
 from penstock.graph.comm_model import CommModel
 from penstock.ir.actions import (
     BACKWARD_INPUT,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from penstock.execution.edges import Give, GiveGradients, Inbound, Outbound, Take, TakeGradients
-    from penstock.pipelining._engine.methods import Calls
+    from penstock.pipelining._engine.methods import CallConvention
 
 _BACKWARDS: Final = frozenset({FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_B, RECV_B})
 
@@ -89,7 +89,7 @@ class NativeStep(Step):
     @property
     def receives(self) -> list[Any]:
         """The receives that are in flight."""
-        arriving = (*self.arriving.values(), *self.arriving_gradients.values())
+        arriving = (*self.receiving.values(), *self.receiving_gradients.values())
         return [work for _, pending in arriving for work in (pending if isinstance(pending, list) else [pending])]
 
 
@@ -145,7 +145,7 @@ class _Output:
     def check(self, tensor: torch.Tensor, microbatch: int, *, returns: bool) -> None:
         """Refuse a tensor that is not what was agreed."""
         (meta,) = self._stage._metas_of(microbatch).outputs
-        Layout.of(meta).arranged(tensor, self._named(microbatch))
+        Layout.of(meta).to_layout(tensor, self._named(microbatch))
         if tensor.requires_grad and not returns and self._refuses_gradients:
             raise self._stage._unagreed_gradient(microbatch, 0)
 
@@ -153,7 +153,7 @@ class _Output:
         return f"stage {self._stage.stage_index} microbatch {microbatch} output 0"
 
 
-class StageEdge(Single):
+class StageEdge(SingleTensorEdge):
     """An edge between ranks over which one tensor goes, and its gradient comes back."""
 
     def __init__(self, output: _Output, *given: Any) -> None:
@@ -166,16 +166,16 @@ class StageEdge(Single):
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             tensor = output if type(output) is torch.Tensor else agreed.only(output, microbatch)
-            if not spec.fits(tensor, gradients=False):
+            if not spec.matches(tensor, gradients=False):
                 agreed.check(tensor, microbatch, returns=True)
-            dense = spec.arranged(tensor)
-            step.leaving[key] = dense, dense._version
-            return (edge_of(tensor),) if tensor.requires_grad else ()
+            dense = spec.to_layout(tensor)
+            step.outgoing[key] = dense, dense._version
+            return (gradient_edge(tensor),) if tensor.requires_grad else ()
 
         return give
 
 
-class StageEdgeWithoutGradient(Agreed):
+class StageEdgeWithoutGradient(NegotiatedEdge):
     """An edge between ranks over which one tensor goes, and nothing comes back."""
 
     def __init__(self, output: _Output, *given: Any) -> None:
@@ -188,15 +188,15 @@ class StageEdgeWithoutGradient(Agreed):
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
             tensor = agreed.only(output, microbatch)
-            if tensor.requires_grad or not spec.fits(tensor, gradients=False):
+            if tensor.requires_grad or not spec.matches(tensor, gradients=False):
                 agreed.check(tensor, microbatch, returns=False)
-            step.leaving[key] = [keep(spec.arranged(tensor))]
+            step.outgoing[key] = [keep(spec.to_layout(tensor))]
             return ()
 
         return give
 
 
-class StageLocalEdge(Local):
+class StageLocalEdge(LocalEdge):
     """An edge between two stages of one rank over which one tensor goes."""
 
     def __init__(self, output: _Output, stage: int, microbatches: int) -> None:
@@ -213,7 +213,7 @@ class StageLocalEdge(Local):
         key = self._base + microbatch
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> None:
-            step.handed_gradients[key] = fill_missing(gradients, inputs)
+            step.local_gradients[key] = fill_missing(gradients, inputs)
 
         return give
 
@@ -248,7 +248,7 @@ class StageLoss(LastEnd):
         split: the microbatches whose backward is split: it may begin at a loss of any size.
     """
 
-    def __init__(self, stage: Any, calls: Calls, *, trains: bool, split: Collection[int]) -> None:
+    def __init__(self, stage: Any, calls: CallConvention, *, trains: bool, split: Collection[int]) -> None:
         self._stage = stage
         self._calls = calls
         self._trains = trains
@@ -283,7 +283,7 @@ class StageLoss(LastEnd):
             )
         else:
             step.seeds[microbatch] = (torch.ones_like(loss),)
-        return (edge_of(loss),)
+        return (gradient_edge(loss),)
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradient of the loss."""
@@ -348,7 +348,7 @@ class Native(NamedTuple):
 
     @classmethod
     def of(
-        cls, row: Sequence[Any], stages: Mapping[int, Any], microbatches: int, *, calls: Calls, trains: bool
+        cls, row: Sequence[Any], stages: Mapping[int, Any], microbatches: int, *, calls: CallConvention, trains: bool
     ) -> Native:
         """Build the operations of stages for which ``can_run_natively`` holds."""
         link = GroupLink(next(iter(stages.values())))
@@ -436,7 +436,7 @@ def _edge(source: int, stages: Mapping[int, Any], microbatches: int, link: Group
     peer = stage.stage_index_to_group_rank[source + 1 if source in stages else source]
     metas = [_value_meta(stage, source in stages, microbatch) for microbatch in range(microbatches)]
     returns = trains and metas[0].requires_grad
-    specs = [EdgeMeta(SLOT, (_spec(meta, requires_grad=returns),)) for meta in metas]
+    specs = [ValueSpec(TENSOR, (_spec(meta, requires_grad=returns),)) for meta in metas]
     kind = StageEdge if returns else StageEdgeWithoutGradient
     return kind(_Output(stage, trains=trains), source, link, peer, torch.device(stage.device), specs)
 
@@ -447,9 +447,9 @@ def _value_meta(stage: Any, is_source: bool, microbatch: int) -> _TensorMeta:
     return cast("_TensorMeta", meta)
 
 
-def _spec(meta: _TensorMeta, *, requires_grad: bool) -> TensorMeta:
+def _spec(meta: _TensorMeta, *, requires_grad: bool) -> TensorSpec:
     layout = Layout.of(meta)
-    return TensorMeta(tuple(layout.shape), layout.dtype, requires_grad, tuple(layout.stride))
+    return TensorSpec(tuple(layout.shape), layout.dtype, requires_grad, tuple(layout.stride))
 
 
 def _detached(output: Any) -> Any:

@@ -24,7 +24,7 @@ _PREPARED: Final = (
 _MARK: Final = "_preparation"
 
 
-class Preparation:
+class NegotiatedState:
     """The state in which the stages of a rank are when they have been prepared."""
 
     def __init__(self, stages: Sequence[Any] = ()) -> None:

@@ -15,13 +15,13 @@ from penstock.execution.operations import CustomOperations
 from penstock.execution.send_releases import Releases, find_releases, release_at_end
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import releases_of
-from penstock.pipelining._engine.methods import Calls, MethodOperations, ScaleGradients
+from penstock.pipelining._engine.methods import CallConvention, MethodOperations, ScaleGradients
 from penstock.pipelining._engine.native import Native, can_run_natively, facts_of
 from penstock.pipelining._engine.selection import Mode
 from penstock.pipelining._schedule.actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._schedule.rows import as_schedule
-from penstock.pipelining._stage.compute import is_as_written
+from penstock.pipelining._stage.compute import is_unmodified
 from penstock.pipelining._stage.inference import StageInference
 from penstock.pipelining._stage.transfers import is_gloo
 
@@ -51,7 +51,7 @@ class Compiled(NamedTuple):
     native: Native | None = None
 
 
-class Kept:
+class ProgramCache:
     """A program, and what it was made from: it is made again when that has changed."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def program_of_order(
     stages: Mapping[int, Any],
     microbatches: int,
     *,
-    calls: Calls,
+    calls: CallConvention,
     trains: bool,
     mode: Mode = Mode.METHODS,
     customs: Mapping[ComputationType, Custom] | None = None,
@@ -145,7 +145,7 @@ def program_of_row(
     stage: Any,
     microbatches: int,
     *,
-    calls: Calls,
+    calls: CallConvention,
     trains: bool,
     mode: Mode,
     in_flight: int,
@@ -230,7 +230,7 @@ def operations_of(
     mode: Mode,
     stages: Mapping[int, Any],
     microbatches: int,
-    calls: Calls,
+    calls: CallConvention,
     *,
     trains: bool,
     label: Callable[[Any], str | None] = _get_profiler_function_name,
@@ -253,4 +253,4 @@ def may_post_ahead(stages: Iterable[Any]) -> bool:
 
 
 def _receives_in_the_usual_way(stage: Any) -> bool:
-    return is_as_written(stage, "get_fwd_recv_ops", "get_bwd_recv_ops", "_get_recv_ops")
+    return is_unmodified(stage, "get_fwd_recv_ops", "get_bwd_recv_ops", "_get_recv_ops")

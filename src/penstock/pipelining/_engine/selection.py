@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
-from penstock.pipelining._stage.compute import is_as_written
+from penstock.pipelining._stage.compute import is_unmodified
 from penstock.pipelining._stage.parallel import NotShared
 
 if TYPE_CHECKING:
@@ -84,20 +84,20 @@ def select_mode(stages: Sequence[Any], names: Any, *, is_plain: bool) -> Mode:
 
 def _is_unobserved(names: Any) -> bool:
     return (
-        names._begins_as_ever()
+        names._is_unpatched()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._len_torch_dispatch_stack() == 0
     )
 
 
 def _sends_as_written(stages: Sequence[Any]) -> bool:
-    return all(is_as_written(stage, *_MESSAGES) for stage in stages)
+    return all(is_unmodified(stage, *_MESSAGES) for stage in stages)
 
 
 def _is_plain(stage: Any) -> bool:
     """Whether nothing of a stage is replaced that a step uses, and its module is not shared."""
     return (
-        is_as_written(stage, *_ALL)
+        is_unmodified(stage, *_ALL)
         and _makes_weights_itself(stage)
         and not stage._runtime_validate
         and not stage._has_own_buffers
@@ -105,7 +105,7 @@ def _is_plain(stage: Any) -> bool:
 
 
 @contextmanager
-def looked_at(
+def step_scope(
     stages: Sequence[Any], customs: Collection[ComputationType], known: Mode = Mode.METHODS
 ) -> Iterator[None]:
     """Around a step in which functions of the user run in place of actions of these types.
@@ -131,7 +131,7 @@ def looked_at(
 
 
 def _computes_as_written(stage: Any) -> bool:
-    return is_as_written(stage, *_COMPUTATIONS) and _makes_weights_itself(stage)
+    return is_unmodified(stage, *_COMPUTATIONS) and _makes_weights_itself(stage)
 
 
 def _makes_weights_itself(stage: Any) -> bool:

@@ -18,9 +18,9 @@ from penstock.execution.preserved_state import preserved_random_state
 from penstock.execution.transport import Progress
 from penstock.pipelining._engine.gradient_scaling import scaled_once
 from penstock.pipelining._engine.native import NativeStep
-from penstock.pipelining._engine.preparation import Preparation
-from penstock.pipelining._engine.programs import Kept
-from penstock.pipelining._engine.selection import Mode, looked_at, select_mode
+from penstock.pipelining._engine.preparation import NegotiatedState
+from penstock.pipelining._engine.programs import ProgramCache
+from penstock.pipelining._engine.selection import Mode, select_mode, step_scope
 from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._stage.inference import StageInference
@@ -45,7 +45,7 @@ _SPLIT = ("arg_mbs", "kwarg_mbs", "target_mbs")
 _NAMES: Final = "penstock.pipelining.schedules"
 
 
-def replaceable() -> Any:
+def upstream_names() -> Any:
     """The module with the path of upstream's: where programs put functions of their own in place of those there."""
     return sys.modules.get(_NAMES) or import_module(_NAMES)
 
@@ -75,8 +75,8 @@ class _PipelineSchedule(ABC):
         self._has_backward = loss_fn is not None
         self._internal_losses: list[torch.Tensor] = []
         self._loss_places: dict[int, int] = {}
-        self._kept = Kept()
-        self._preparation = Preparation()
+        self._kept = ProgramCache()
+        self._preparation = NegotiatedState()
         logger.info("Using %s", type(self).__name__)
 
     # Losses -----------------------------------------------------------------------------------------------------------
@@ -142,11 +142,11 @@ class _PipelineSchedule(ABC):
             p2p_done: whether neighbours are connected already.
         """
         if all(hasattr(stage, "_warmup_forward_vote") for stage in stages):
-            agree = _take_given_shapes if _nobody_answers(stages) else self._agree_on_shapes
+            agree = _take_given_shapes if _is_fake_group(stages) else self._agree_on_shapes
             agree(stages, has_backward)
         elif not p2p_done:
             messages = [message for stage in stages for message in stage._get_init_p2p_neighbors_ops()]
-            names = replaceable()
+            names = upstream_names()
             names._wait_batch_p2p(names._batch_p2p(messages))
 
     def _agree_on_shapes(self, stages: list[Any], has_backward: bool) -> None:
@@ -186,8 +186,8 @@ class _PipelineSchedule(ABC):
         stages = sorted(stages, key=lambda stage: stage.stage_index)
         batch = next(iter(self._count_samples().values()), None)
         for stage in stages:
-            if hasattr(stage, "_expect"):  # microbatches that differ in their shapes
-                stage._expect(*self._coming, batch)
+            if hasattr(stage, "_set_microbatches"):  # microbatches that differ in their shapes
+                stage._set_microbatches(*self._next_microbatches, batch)
         if not fwd_initialized:
             self._warmup_p2p(stages, self._has_backward, connected)
         with preserved_random_state(_devices_of(stages)):
@@ -198,7 +198,7 @@ class _PipelineSchedule(ABC):
         for stage in stages:
             if hasattr(stage, "_post_metadata_inference_cleanup"):
                 stage._post_metadata_inference_cleanup()
-        self._preparation = Preparation(stages)
+        self._preparation = NegotiatedState(stages)
         return True, bwd_initialized or for_backward
 
     #: Whether a step has failed while messages were on their way to this rank.
@@ -206,7 +206,7 @@ class _PipelineSchedule(ABC):
     #: Whether a step has run.
     _has_run = False
     #: What all microbatches of the step that begins are called with.
-    _coming: tuple[list[Any], list[Any]] = ([], [])
+    _next_microbatches: tuple[list[Any], list[Any]] = ([], [])
     #: The batch of the step that begins, and the target, if they are not split yet.
     _whole: tuple[Any, Any, Any] | None = None
     #: The samples of the batch; None if it was split by the user.
@@ -216,7 +216,7 @@ class _PipelineSchedule(ABC):
         """Count the samples of what this rank splits, the batch first."""
         if self._whole is None:
             return {}
-        specs = self._args_chunk_spec, self._kwargs_chunk_spec, replaceable()._TARGET_CHUNK_SPEC
+        specs = self._args_chunk_spec, self._kwargs_chunk_spec, upstream_names()._TARGET_CHUNK_SPEC
         named = zip(("args", "kwargs", "target"), self._whole, specs, strict=True)
         return {place: samples for each in named for place, samples in count_samples(*each).items()}
 
@@ -307,7 +307,7 @@ class _PipelineSchedule(ABC):
         try:
             self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
         except BaseException:
-            self._coming, self._whole = ([], []), None
+            self._next_microbatches, self._whole = ([], []), None
             _end(stages, failed=True)
             raise
         _end(stages)
@@ -332,7 +332,7 @@ class _PipelineSchedule(ABC):
         self._whole = args, kwargs, target
         if target is None:
             return arg_mbs, kwarg_mbs, None
-        names = replaceable()
+        names = upstream_names()
         targets = list(names._split_tensor(target, names._TARGET_CHUNK_SPEC, self._n_microbatches))
         if self._has_backward and self.scale_grads:
             _warn_of_sizes(targets)
@@ -342,14 +342,14 @@ class _PipelineSchedule(ABC):
         """The arguments of each microbatch; empty ones where the rank has no first stage."""
         if not args and not kwargs:
             return [()] * self._n_microbatches, [{}] * self._n_microbatches
-        chunks: tuple[list[Any], list[Any]] = replaceable().split_args_kwargs_into_chunks(
+        chunks: tuple[list[Any], list[Any]] = upstream_names().split_args_kwargs_into_chunks(
             args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec
         )
         return chunks
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
         """The outputs of all microbatches as one; along dimension 0 unless told otherwise."""
-        merged = replaceable().merge_chunks(output_chunks, self._output_merge_spec)
+        merged = upstream_names().merge_chunks(output_chunks, self._output_merge_spec)
         batch = self._batch_samples
         if batch is None or (batch.is_whole and not has_dtensors(merged)):
             return merged
@@ -399,16 +399,16 @@ class _PipelineSchedule(ABC):
         arg_mbs, kwarg_mbs = self._check_inputs(batch.arg_mbs, batch.kwarg_mbs, targets, batch.losses)
         # Before anybody is talked to: an order of other stages is refused here.
         customs = self._customs()
-        mode = select_mode(stages, replaceable(), is_plain=not customs and self._computes_loss_as_written())
+        mode = select_mode(stages, upstream_names(), is_plain=not customs and self._computes_loss_as_written())
         made = program(min(mode, Mode.DIRECT)) if mode is not Mode.NATIVE or not self._has_run else None
-        self._coming = arg_mbs, kwarg_mbs
+        self._next_microbatches = arg_mbs, kwarg_mbs
         initialize(arg_mbs[0], kwarg_mbs[0], None if targets is None else targets[0], batch.loss_kwargs)
-        self._coming, self._whole = ([], []), None
+        self._next_microbatches, self._whole = ([], []), None
         self._has_run = True
         if mode is Mode.NATIVE or made is None:  # what goes between stages is known by now
             made = program(Mode.NATIVE)
         step = self._new_native_step(made.native, batch, arg_mbs, kwarg_mbs) if made.native else None
-        with looked_at(stages, customs, mode):
+        with step_scope(stages, customs, mode):
             self._run(made, step or self._new_step(batch, arg_mbs, kwarg_mbs))
         self._update_losses(stages, batch.losses)
 
@@ -434,7 +434,7 @@ class _PipelineSchedule(ABC):
 
     def _new_step(self, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> MethodStep:
         """The state of a step that begins, with these arguments in place of what may not be given."""
-        names, targets, losses = replaceable(), batch.target_mbs, batch.losses
+        names, targets, losses = upstream_names(), batch.target_mbs, batch.losses
         return MethodStep(
             schedule=self,
             arg_mbs=arg_mbs,
@@ -454,11 +454,11 @@ class _PipelineSchedule(ABC):
         progress = Progress() if native is None else native.link.progress
         try:
             with scaled_once(made.scaled, factor), nullcontext() if native is None else native.scope():
-                program.run(step, progress, replaceable().record_function)
+                program.run(step, progress, upstream_names().record_function)
         except BaseException as error:
             line = program.line_at(progress)
             if line is not None and isinstance(error, Exception):
-                self._tell_failure(line.position)
+                self._log_failure(line.position)
             self._forget_losses()
             self._was_cut_off = any(isinstance(work, dist.Work) and not work.is_completed() for work in step.receives)
             if native is not None and isinstance(error, Exception):
@@ -467,7 +467,7 @@ class _PipelineSchedule(ABC):
                     raise failure from error
             raise
 
-    def _tell_failure(self, place: int) -> None:
+    def _log_failure(self, place: int) -> None:
         """Log where a step has failed."""
         logger.error("%s failed at operation %s of its program", type(self).__name__, place)
 
@@ -483,7 +483,7 @@ def _end(stages: list[Any], *, failed: bool = False) -> None:
         if failed and hasattr(stage, "_forget_failed_step"):
             stage._forget_failed_step()
         if (split := getattr(stage, "_split", None)) is not None:
-            split.forget_leaves()
+            split.end_step()
 
 
 def _check_split(split: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
@@ -515,7 +515,7 @@ def _warn_of_sizes(targets: list[Any]) -> None:
         )
 
 
-def _nobody_answers(stages: list[Any]) -> bool:
+def _is_fake_group(stages: list[Any]) -> bool:
     """Whether a neighbour is on another rank of a fake group, through which nothing comes.
 
     A stand-in that votes in its own way needs no answer.

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.pipelining._engine.methods import Calls
+from penstock.pipelining._engine.methods import CallConvention
 from penstock.pipelining._engine.programs import program_of_order
 from penstock.pipelining._engine.step import Batch
 from penstock.pipelining._schedule.actions import _Action
@@ -168,7 +168,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 self.rank,
                 self._stages_by_index(),
                 self._n_microbatches,
-                calls=Calls(),
+                calls=CallConvention(),
                 trains=trains,
                 mode=mode,
                 scales_after_backward=True,
@@ -178,8 +178,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _stages_by_index(self) -> dict[int, Any]:
         return {stage.stage_index: stage for stage in self._stages}
 
-    def _tell_failure(self, place: int) -> None:
-        super()._tell_failure(place)
+    def _log_failure(self, place: int) -> None:
+        super()._log_failure(place)
         logger.error("rank %s ran this order:", self.rank)
         logger.error("%s", _format_pipeline_order(self.pipeline_order))
 

@@ -48,7 +48,7 @@ class ScheduleLoopedBFS(_PipelineScheduleRuntime):
         return looped_bfs_row(rank, self.pp_group_size, len(self._stages), self._n_microbatches)
 
 
-class _WithChunkSpecs(_PipelineScheduleRuntime):
+class _NamedSchedule(_PipelineScheduleRuntime):
     """What the other classes share: their arguments, and when the order is made."""
 
     #: Whether its order splits backwards.
@@ -96,7 +96,7 @@ class _WithChunkSpecs(_PipelineScheduleRuntime):
         """Change the order once that of all ranks is there."""
 
 
-class ScheduleInterleaved1F1B(_WithChunkSpecs):
+class ScheduleInterleaved1F1B(_NamedSchedule):
     """1F1B with several stages per rank, which takes the earlier microbatch first.
 
     The number of microbatches has to be a multiple of ``max(1, microbatches // ranks)``: e.g. 10 or 3 on 4 ranks.
@@ -111,7 +111,7 @@ class ScheduleInterleaved1F1B(_WithChunkSpecs):
         return _interleaved_row(self, rank, zero_bubble=False)
 
 
-class ScheduleInterleavedZeroBubble(_WithChunkSpecs):
+class ScheduleInterleavedZeroBubble(_NamedSchedule):
     """Interleaved 1F1B with split backwards: weight gradients fill the bubbles."""
 
     def _check_size(self) -> None:
@@ -151,7 +151,7 @@ def _interleaved_row(schedule: Any, rank: int, *, zero_bubble: bool) -> Row:
     )
 
 
-class ScheduleZBVZeroBubble(_WithChunkSpecs):
+class ScheduleZBVZeroBubble(_NamedSchedule):
     """Zero bubble in a V: two stages per rank, split backwards. No bubbles if F, I and W take the same time."""
 
     def _check_size(self) -> None:
@@ -161,7 +161,7 @@ class ScheduleZBVZeroBubble(_WithChunkSpecs):
         return zbv_row(rank, self.pp_group_size, self._n_microbatches)
 
 
-class ScheduleDualPipeV(_WithChunkSpecs):
+class ScheduleDualPipeV(_NamedSchedule):
     """A V in which forwards overlap with backwards, as in DeepSeek's DualPipe."""
 
     def _check_size(self) -> None:

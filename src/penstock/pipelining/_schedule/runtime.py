@@ -18,7 +18,7 @@ from penstock.ir.actions import (
     RESHARD,
     UNSHARD,
 )
-from penstock.pipelining._engine.methods import Calls
+from penstock.pipelining._engine.methods import CallConvention
 from penstock.pipelining._engine.programs import program_of_order
 from penstock.pipelining._schedule.base import logger
 from penstock.pipelining._schedule.multi import PipelineScheduleMulti, read_csv, write_csv
@@ -217,14 +217,14 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 self.rank,
                 self._stages_by_index(),
                 self._n_microbatches,
-                calls=Calls(gathers=True),
+                calls=CallConvention(gathers=True),
                 trains=trains,
                 mode=mode,
                 customs=dict(customs),
             ),
         )
 
-    def _tell_failure(self, place: int) -> None:
+    def _log_failure(self, place: int) -> None:
         action = self.pipeline_order_with_comms[self.rank][place]
         logger.error(
             "rank %s: %s failed at step %s, action %s, of this order:", self.rank, type(self).__name__, place, action

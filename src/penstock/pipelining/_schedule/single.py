@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.pipelining._engine.chains import program_of_gpipe, program_of_one_f_one_b
-from penstock.pipelining._engine.methods import Calls
+from penstock.pipelining._engine.methods import CallConvention
 from penstock.pipelining._engine.step import Batch
-from penstock.pipelining._schedule.base import _PipelineSchedule, logger, replaceable
+from penstock.pipelining._schedule.base import _PipelineSchedule, logger, upstream_names
 from penstock.pipelining._schedule.passes import _add_reduce_grad
 from penstock.pipelining._schedule.rows import as_rows
 from penstock.schedules.gpipe import gpipe
@@ -111,7 +111,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
             step.post = _posted_by_peer
         return step
 
-    def _tell_failure(self, place: int) -> None:
+    def _log_failure(self, place: int) -> None:
         logger.error(
             "rank %s: %s of stage %s failed at step %s of its program",
             self._stage.group_rank,
@@ -137,7 +137,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
     ) -> None:
         if target_mbs is not None or losses is not None:
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
-        calls = Calls(saves_outputs=False, computes_loss=False)
+        calls = CallConvention(saves_outputs=False, computes_loss=False)
         self._run_program(
             lambda _, mode: program_of_gpipe(
                 self._stage, self._n_microbatches, calls=calls, trains=False, mode=mode, backwards=False
@@ -160,7 +160,7 @@ class ScheduleGPipe(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        calls = Calls(tells_whole=False)
+        calls = CallConvention(tells_whole=False)
         self._run_program(
             lambda trains, mode: program_of_gpipe(
                 self._stage, self._n_microbatches, calls=calls, trains=trains, mode=mode
@@ -203,7 +203,7 @@ class Schedule1F1B(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        calls = Calls(tells_whole=False)
+        calls = CallConvention(tells_whole=False)
         self._run_program(
             lambda trains, mode: program_of_one_f_one_b(
                 self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, mode=mode
@@ -217,4 +217,4 @@ class Schedule1F1B(PipelineScheduleSingle):
 
 
 def _posted_by_peer(messages: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    return [work for works in replaceable()._sorted_batch_p2p(messages, desc=desc).values() for work in works]
+    return [work for works in upstream_names()._sorted_batch_p2p(messages, desc=desc).values() for work in works]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardMetaOfKinds(_StageForwardMeta):
+class UnevenForwardMeta(_StageForwardMeta):
     """What a stage tells the next one where microbatches differ in their shapes.
 
     Attributes:
@@ -46,7 +46,7 @@ _BACKWARD: Final = "backward"
 _FLAGS: Final = {0: False, 1: True}
 
 
-def to_tensors(message: Any) -> list[torch.Tensor]:
+def encode(message: Any) -> list[torch.Tensor]:
     """A message in one tensor of fixed size, and the rest of it, if it is long, in another.
 
     >>> meta = _TensorMeta.from_tensor(torch.ones(2, 3))
@@ -56,7 +56,7 @@ def to_tensors(message: Any) -> list[torch.Tensor]:
     """
     if isinstance(message, _StageForwardMeta):
         value: list[Any] = [_FORWARD, [_written(meta) for meta in message.forward_metas]]
-        if isinstance(message, ForwardMetaOfKinds):
+        if isinstance(message, UnevenForwardMeta):
             value += [list(message.kinds), [[_written(meta) for meta in metas] for metas in message.others]]
     elif isinstance(message, _StageBackwardMeta):
         value = [_BACKWARD, [_written(meta) for meta in message.backward_metas]]
@@ -69,7 +69,7 @@ class _NothingCameError(PipeliningMetadataError):
     """A message did not come."""
 
 
-def from_tensors(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None = None) -> Message:
+def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None = None) -> Message:
     """The message that comes. ``receive`` fills a tensor; it is called once or twice."""
 
     def receive_or_tell(tensor: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ def _message(value: Any) -> Message:
     kinds, others = differing
     if set(kinds) != set(range(1 + len(others))):
         raise ValueError(f"{1 + len(others)} kinds of microbatches are described, and others occur")
-    return ForwardMetaOfKinds(first, _numbers(kinds), tuple(map(_all_read, others)))
+    return UnevenForwardMeta(first, _numbers(kinds), tuple(map(_all_read, others)))
 
 
 def _all_read(values: Any) -> tuple[TensorMeta, ...]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.execution.autograd import accumulate, is_lazy, own_gradients, taken
+from penstock.execution.autograd import is_lazy, pop_gradients, run_backward, unshare_gradients
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.pipelining._debug import map_debug_info
-from penstock.pipelining._stage.messages import StageEdges
+from penstock.pipelining._stage.messages import StageMessages
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 from penstock.pipelining._utils import (
     InferenceMode,
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
-LEFT: Final = "weight_backward"
+WEIGHT_BACKWARD: Final = "weight_backward"
 _CUT_OFF: Final = (
     "is its output detached, or computed under no_grad or by reentrant checkpointing of an input that requires no grad "
     "(use_reentrant=False)?"
 )
 
 
-class StageCompute(StageEdges):
+class StageCompute(StageMessages):
     """A stage at work."""
 
     _split: SplitBackward | None = None
@@ -172,7 +172,7 @@ class StageCompute(StageEdges):
             if self.dw_builder:
                 self._run_or_keep(bwd_chunk_id, full_backward)
             if is_last:  # a loss that is kept would keep the inputs
-                cut_off((loss,) if is_first else (*outputs, loss))
+                detach_in_place((loss,) if is_first else (*outputs, loss))
         else:
             gradients = self._input_half(bwd_chunk_id, beginning, outputs, last_backward)
         gradients = self._agreed(gradients)
@@ -215,7 +215,7 @@ class StageCompute(StageEdges):
         return gradients if received is None or len(gradients) <= len(received) else gradients[: len(received)]
 
     def _has_own_backward(self) -> bool:
-        return not is_as_written(self, "backward_maybe_with_nosync", "backward_one_chunk")
+        return not is_unmodified(self, "backward_maybe_with_nosync", "backward_one_chunk")
 
     def _output_gradients(self, microbatch: int, outputs: tuple[Any, ...]) -> Gradients:
         gradients = self._retrieve_recv_grads(microbatch)
@@ -291,7 +291,7 @@ class StageCompute(StageEdges):
             return
         rest = {"stage_output": None, "param_groups": left}
         self._backward("weight", rest, last_backward)
-        cut_off([one() for one in outputs or ()])
+        detach_in_place([one() for one in outputs or ()])
 
     def _backward(
         self, kind: str, beginning: dict[str, Any], last_backward: bool
@@ -325,12 +325,12 @@ class StageCompute(StageEdges):
 
     def _full_backward(self, beginning: dict[str, Any], *, of_any_size: bool = False) -> tuple[Gradients, None]:
         inputs = beginning["input_values"]
-        self._watch_gradients()
+        self._note_missing_gradients()
         try:
             roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size)
             if roots:
                 self._before_whole_backward()
-                accumulate(roots, gradients)
+                run_backward(roots, gradients)
         except Exception as error:
             raise self._failure("backward", beginning, error) from error
         self._own_gradients()
@@ -344,8 +344,8 @@ class StageCompute(StageEdges):
         inputs = beginning["input_values"]
         wanted = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
         if not all(one.is_leaf for one in wanted) or not (self._is_plain or self._parallel.divisible):
-            return self._full_backward(beginning, of_any_size=True)[0], [{LEFT: nothing}]
-        self._watch_gradients()
+            return self._full_backward(beginning, of_any_size=True)[0], [{WEIGHT_BACKWARD: nothing}]
+        self._note_missing_gradients()
         try:
             roots, gradients = _roots(beginning["stage_output"], beginning["output_grads"], of_any_size=True)
             found, left = self._halved(roots, gradients, wanted)
@@ -355,7 +355,7 @@ class StageCompute(StageEdges):
         if len(wanted) < len(inputs):
             each = iter(found)
             found = [next(each) if _needs_gradient(one) else None for one in inputs]
-        return tuple(found), [{LEFT: left}]
+        return tuple(found), [{WEIGHT_BACKWARD: left}]
 
     def _halved(
         self,
@@ -370,8 +370,8 @@ class StageCompute(StageEdges):
 
     def _splitter(self) -> SplitBackward:
         alone = self._parallel.is_alone
-        if self._split is None or self._split.alone != alone:
-            self._split = SplitBackward(alone=alone)
+        if self._split is None or self._split.adds_in_place != alone:
+            self._split = SplitBackward(adds_in_place=alone)
         return self._split
 
     def _before_whole_backward(self) -> None:
@@ -379,13 +379,13 @@ class StageCompute(StageEdges):
             self._split.before_whole_backward()
 
     def _weight_backward(self, rest: dict[str, Any]) -> tuple[Gradients, None]:
-        self._watch_gradients()
+        self._note_missing_gradients()
         for left in rest["param_groups"]:
-            left.pop(LEFT)()
+            left.pop(WEIGHT_BACKWARD)()
         self._own_gradients()
         return (), None
 
-    def _watch_gradients(self) -> None:
+    def _note_missing_gradients(self) -> None:
         """Find out, once in a step, which parameters have no gradient yet."""
         if self._without_gradient is None:
             mine = self._parallel.has_own_gradients and isinstance(self.submod, torch.nn.Module)
@@ -394,7 +394,7 @@ class StageCompute(StageEdges):
 
     def _own_gradients(self) -> None:
         if self._without_gradient and self._parallel.has_own_gradients:
-            self._without_gradient = own_gradients(self._without_gradient)
+            self._without_gradient = unshare_gradients(self._without_gradient)
 
     def _failure(self, what: str, beginning: Mapping[str, Any], error: Exception) -> RuntimeError:
         told = {name: map_debug_info(value) for name, value in beginning.items()}
@@ -409,7 +409,7 @@ class StageCompute(StageEdges):
         super().clear_runtime_states()
         self._without_gradient = None
         if self._split is not None:
-            self._split.forget_leaves()
+            self._split.end_step()
 
     def _forget_failed_step(self) -> None:
         """A step has failed: leave nothing of it that the program could not clear."""
@@ -438,7 +438,7 @@ class StageCompute(StageEdges):
 _WRITTEN: Final = {name: getattr(StageCompute, name) for name in dir(StageCompute)}
 
 
-def is_as_written(stage: Any, *methods: str) -> bool:
+def is_unmodified(stage: Any, *methods: str) -> bool:
     """Whether neither the class of a stage nor the stage itself has another method in place of one of these."""
     if not isinstance(stage, StageCompute) or not vars(stage).keys().isdisjoint(methods):
         return False
@@ -520,7 +520,7 @@ def _taken(inputs: Sequence[Any]) -> Gradients:
         if type(value) is not torch.Tensor or not (value.is_leaf or value.retains_grad):
             break
     else:
-        return tuple(taken(inputs))
+        return tuple(pop_gradients(inputs))
     found = []
     for value in inputs:
         gradient = value.grad if _needs_gradient(value) and (value.is_leaf or value.retains_grad) else None
@@ -535,7 +535,7 @@ def kept_gradients(inputs: Sequence[Any]) -> Gradients:
     return tuple([value.grad if _needs_gradient(value) and value.is_leaf else None for value in inputs])
 
 
-def cut_off(outputs: Sequence[Any]) -> None:
+def detach_in_place(outputs: Sequence[Any]) -> None:
     """Free the graph of outputs that live on. That of a view cannot be cut off in place."""
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.grad_fn is not None and not output._is_view():

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.execution.dry_run import Call, dry_run
-from penstock.execution.microbatch_kinds import kinds_of
+from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.preserved_state import copy_as_leaves
 from penstock.pipelining._backward import _autograd_grad_for_inputs
-from penstock.pipelining._stage.announcement import ForwardMetaOfKinds, from_tensors, to_tensors
+from penstock.pipelining._stage.announcement import UnevenForwardMeta, decode, encode
 from penstock.pipelining._stage.base import _PipelineStageBase
 from penstock.pipelining._stage.sharded_batch import NOT_KNOWN, Samples
 from penstock.pipelining._utils import (
@@ -46,16 +46,16 @@ class StageInference(_PipelineStageBase):
 
     _user_meta: _StageMeta
     _inference_mode: InferenceMode | None = None
-    _coming: tuple[list[Any], list[Any]] = ([], [])
+    _next_microbatches: tuple[list[Any], list[Any]] = ([], [])
     #: The samples of the batch in all, and on this rank of the first stage; None if they are not known.
     _batch_samples: Samples | None = None
     _fwd_outputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_inputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_kwargs_tensors_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
 
-    def _expect(self, arg_mbs: list[Any], kwarg_mbs: list[Any], batch: Samples | None) -> None:
+    def _set_microbatches(self, arg_mbs: list[Any], kwarg_mbs: list[Any], batch: Samples | None) -> None:
         """Take, before stages are prepared, what all microbatches are called with: they may differ in shapes."""
-        self._coming = arg_mbs, kwarg_mbs
+        self._next_microbatches = arg_mbs, kwarg_mbs
         self._batch_samples = batch if self.is_first else None
 
     def _is_same_rank(self, other_stage: int) -> bool:
@@ -70,7 +70,7 @@ class StageInference(_PipelineStageBase):
             has_backward: whether gradients are needed.
             received_acc: what the stage before has returned, on the same rank.
         """
-        uneven = self.is_first and len(set(kinds_of(*self._coming)[0])) > 1
+        uneven = self.is_first and len(set(find_kinds(*self._next_microbatches)[0])) > 1
         vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
         votes = torch.tensor([vote, *(self._batch_samples or NOT_KNOWN)], dtype=torch.int32, device=self.device)
         if not self.is_first:
@@ -102,12 +102,12 @@ class StageInference(_PipelineStageBase):
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         """Tell a stage on another rank what comes to it."""
-        for tensor in to_tensors(meta):
+        for tensor in encode(meta):
             self._transfer(dist.isend, tensor.to(self.device), dst_stage)
 
     def _recv_meta(self, src_stage: int) -> Any:
         """What a stage on another rank tells."""
-        return from_tensors(lambda tensor: self._transfer(dist.irecv, tensor, src_stage), self.device)
+        return decode(lambda tensor: self._transfer(dist.irecv, tensor, src_stage), self.device)
 
     def _transfer(self, op: Any, tensor: torch.Tensor, stage: int) -> None:
         # In a batch, because that is how later operations may go: their connection comes up here.
@@ -149,7 +149,7 @@ class StageInference(_PipelineStageBase):
         told = _StageForwardMeta(self._stage_meta.outputs)
         if self._kinds:
             others = tuple(metas.outputs or () for metas in self._other_metas)
-            told = ForwardMetaOfKinds(self._stage_meta.outputs, self._kinds, others)
+            told = UnevenForwardMeta(self._stage_meta.outputs, self._kinds, others)
         if self.is_last or self._is_same_rank(self.stage_index + 1):
             return told
         self._send_meta(told, self.stage_index + 1)
@@ -171,10 +171,12 @@ class StageInference(_PipelineStageBase):
             tensors = validate_and_normalize_to_tuple(args) or ()
             self._stage_meta.inputs = extract_tensor_metas(tensors)
             self._mesh_cache.update_from_tensors(tensors)
-            kinds = kinds_of(*self._coming)[0]
+            kinds = find_kinds(*self._next_microbatches)[0]
             self._kinds = kinds if len(set(kinds)) > 1 else ()
-            called = [self._coming[0][microbatch] for microbatch in self._firsts()]
-            return self._stand_ins(tensors), [self._call(one) for one in zip(called, self._firsts(), strict=True)]
+            called = [self._next_microbatches[0][microbatch] for microbatch in self._first_of_kind()]
+            return self._stand_ins(tensors), [
+                self._call(one) for one in zip(called, self._first_of_kind(), strict=True)
+            ]
         told = args if self._is_same_rank(self.stage_index - 1) else self._recv_meta(self.stage_index - 1)
         if not isinstance(told, _StageForwardMeta):
             raise PipeliningMetadataError(
@@ -182,17 +184,17 @@ class StageInference(_PipelineStageBase):
                 "out of it is needed"
             )
         self._stage_meta.inputs = told.forward_metas
-        self._kinds, others = (told.kinds, told.others) if isinstance(told, ForwardMetaOfKinds) else ((), ())
-        further = [self._call(one) for one in zip(others, self._firsts(), strict=True)]
+        self._kinds, others = (told.kinds, told.others) if isinstance(told, UnevenForwardMeta) else ((), ())
+        further = [self._call(one) for one in zip(others, self._first_of_kind(), strict=True)]
         return self._stand_ins(told.forward_metas), further
 
-    def _firsts(self) -> list[int]:
+    def _first_of_kind(self) -> list[int]:
         """The first microbatch of every kind but the first."""
         return [self._kinds.index(kind) for kind in sorted(set(self._kinds) - {0})]
 
     def _call(self, one: tuple[Any, int]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         values, microbatch = one
-        kwargs = self._coming[1][microbatch] if self._coming[1] else {}
+        kwargs = self._next_microbatches[1][microbatch] if self._next_microbatches[1] else {}
         return self._stand_ins(validate_and_normalize_to_tuple(values) if self.is_first else values), kwargs
 
     def _stand_ins(self, values: Any) -> tuple[torch.Tensor, ...]:
@@ -348,13 +350,13 @@ class StageInference(_PipelineStageBase):
     def _post_metadata_inference_cleanup(self) -> None:
         """Leave no trace of the run: neither its graph nor parameters that were brought together for it."""
         self._forget_dry_run()
-        self._coming = ([], [])
+        self._next_microbatches = ([], [])
         self._parallel.after_dry_run()
 
     def _forget_failed_step(self) -> None:
         super()._forget_failed_step()
         self._forget_dry_run()
-        self._coming = ([], [])
+        self._next_microbatches = ([], [])
 
     def _validate_inferred_metadata(self) -> None:
         """Warn where examples were given that do not look like what was found."""

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 
-from penstock.execution.autograd import edge_of
-from penstock.execution.value_spec import wire
+from penstock.execution.autograd import gradient_edge
+from penstock.execution.value_spec import as_wire
 from penstock.pipelining._stage.state import StageState
 from penstock.pipelining._stage.transfers import Connection, _normalize_model_output_as_tuple, _RecvInfo
 from penstock.pipelining._utils import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.pipelining._stage.transfers import Layout
 
 
-class StageEdges(StageState):
+class StageMessages(StageState):
     """A stage and its neighbours.
 
     A receive gets its buffer when it is asked for, and the buffer is the stage's input: it is free when the microbatch
@@ -35,7 +35,7 @@ class StageEdges(StageState):
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
         """An operation for everything that comes from another stage."""
-        return [self._operation(dist.irecv, memory, source) for memory, source in self._incoming(recv_infos)]
+        return [self._operation(dist.irecv, memory, source) for memory, source in self._receive_buffers(recv_infos)]
 
     def _operation(self, op: Any, tensor: torch.Tensor, stage: Any) -> dist.P2POp:
         return dist.P2POp(op, tensor, self._resolve_peer_global_rank(stage), self.group)
@@ -52,7 +52,7 @@ class StageEdges(StageState):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that send the outputs of a microbatch."""
-        return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing(fwd_chunk_id)]
+        return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing_tensors(fwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The operations that send the gradients of a microbatch's inputs."""
@@ -69,13 +69,13 @@ class StageEdges(StageState):
         return self._receive(self.grad_recv_info[microbatch])
 
     def _send_outputs(self, microbatch: int) -> list[dist.Work]:
-        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing(microbatch)]
+        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing_tensors(microbatch)]
 
     def _send_gradients(self, microbatch: int) -> list[dist.Work]:
         return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing_gradients(microbatch)]
 
     def _receive(self, infos: tuple[_RecvInfo, ...]) -> list[dist.Work]:
-        return [self._connection(source).receive(memory) for memory, source in self._incoming(infos)]
+        return [self._connection(source).receive(memory) for memory, source in self._receive_buffers(infos)]
 
     def _connection(self, stage: int) -> Connection:
         known = self._connections.get(stage)
@@ -87,19 +87,19 @@ class StageEdges(StageState):
 
     # What goes where --------------------------------------------------------------------------------------------------
 
-    def _incoming(self, infos: tuple[_RecvInfo, ...]) -> list[tuple[torch.Tensor, Any]]:
+    def _receive_buffers(self, infos: tuple[_RecvInfo, ...]) -> list[tuple[torch.Tensor, Any]]:
         """Memory for everything that comes from another stage, and the stage."""
         coming = []
         for info in infos:
             if info.is_root_arg:
                 continue
             if info.buffer is not None:
-                coming.append((wire(info.buffer), info.source))
+                coming.append((as_wire(info.buffer), info.source))
             elif info.tensor_meta is not None:
                 coming.append((info.allocate(self.device), info.source))
         return coming
 
-    def _outgoing(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
+    def _outgoing_tensors(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
         """The outputs of a microbatch as they go over the wire, and the stages that they go to."""
         if self.is_last and microbatch not in self.fwd_cache:
             return []
@@ -118,19 +118,19 @@ class StageEdges(StageState):
                     tensor = tensor.contiguous()
                 elif not layout.fits(tensor):
                     what = f"stage {self.stage_index} microbatch {microbatch} output {index}"
-                    tensor = layout.arranged(tensor, what)
+                    tensor = layout.to_layout(tensor, what)
                 going.append((tensor, stage))
         if going:
-            self._give_up_outputs(microbatch, outputs, inputs)
+            self._release_outputs(microbatch, outputs, inputs)
         return going
 
-    def _give_up_outputs(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
+    def _release_outputs(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
         """Keep of outputs that are on their way only where the backward begins, so that their memory can be freed."""
         if not self._has_backward:
             if not torch.is_grad_enabled():
                 del self.fwd_cache[microbatch]
         elif self._is_plain or not (self._is_watched or self._parallel.keeps_outputs or self._has_own_backward()):
-            self.fwd_cache[microbatch] = tuple([beginning(output) for output in outputs]), inputs
+            self.fwd_cache[microbatch] = tuple([as_root(output) for output in outputs]), inputs
 
     def _has_own_backward(self) -> bool:
         """Whether backwards run in another way than here, which may look at outputs that are on their way."""
@@ -171,11 +171,11 @@ class StageEdges(StageState):
                 "a microbatch that has this gradient be the first"
             )
         if gradient is None:
-            return wire(layout.empty(self.device).zero_())
+            return as_wire(layout.empty(self.device).zero_())
         gradient = to_local_if_dtensor(gradient)
         if layout.fits(gradient):
             return gradient
-        return layout.arranged(gradient, f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}")
+        return layout.to_layout(gradient, f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}")
 
     def _gradient_layout(self, index: int, microbatch: int) -> Layout | None:
         metas = self._metas_of(microbatch).input_grads
@@ -327,11 +327,11 @@ class StageEdges(StageState):
                     self._has_own_buffers = True
 
 
-def beginning(output: Any) -> Any:
+def as_root(output: Any) -> Any:
     """Where the backward of an output begins, without the output; None if it has none; a leaf itself."""
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
         return None
-    return output if output.grad_fn is None else edge_of(output)
+    return output if output.grad_fn is None else gradient_edge(output)
 
 
 def _zero(info: _RecvInfo, device: torch.device) -> None:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from penstock.execution.data_parallel import adapter_for
-from penstock.execution.data_parallel.ddp import Averaged
-from penstock.execution.data_parallel.fsdp import Sharded
+from penstock.execution.data_parallel.ddp import DdpAdapter
+from penstock.execution.data_parallel.fsdp import FsdpAdapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -128,7 +128,7 @@ class Replicated:
         with self._module.no_sync():
             result = run()
         if last and kind == "weight":
-            averages = Averaged([self._module])
+            averages = DdpAdapter([self._module])
             averages.begin()
             try:
                 averages.reduce()
@@ -253,7 +253,7 @@ class PartlyReplicated(NotShared):
         self._adapter.end()
 
 
-class _InStage(Sharded):
+class _InStage(FsdpAdapter):
     """Without a say in what happens after a forward: that is how the user has wrapped the module."""
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:

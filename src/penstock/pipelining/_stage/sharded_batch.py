@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from penstock.execution.microbatches.spec_tree import Leaves, flattened
+from penstock.execution.microbatches.spec_tree import SpecTree, flatten
 from penstock.execution.microbatches.specs import TensorChunkSpec
 from penstock.pipelining.microbatch import DEFAULT_CHUNK_DIM, _ChunkValueError
 
@@ -59,7 +59,7 @@ def count_samples(name: str, whole: Any, spec: Any) -> dict[str, Samples]:
     """
     if isinstance(whole, (tuple, dict)) and not whole:  # on this rank, so that the spec is not for it
         return {}
-    values = Leaves.of(name, whole, spec)
+    values = SpecTree.of(name, whole, spec)
     return {
         values.place(index): Samples.of(leaf, DEFAULT_CHUNK_DIM if leaf_spec is None else leaf_spec.split_dim)
         for index, (leaf, leaf_spec) in enumerate(zip(values.leaves, values.specs, strict=True))
@@ -102,7 +102,7 @@ def _gives_equal_parts(samples: Samples, microbatches: int) -> bool:
 
 def has_dtensors(value: Any) -> bool:
     """Whether a DTensor is among the leaves of a value."""
-    return type(value) is not torch.Tensor and any(isinstance(leaf, DTensor) for leaf in flattened(value)[0])
+    return type(value) is not torch.Tensor and any(isinstance(leaf, DTensor) for leaf in flatten(value)[0])
 
 
 def restore_order(merged: Any, spec: Any, batch: Samples, microbatches: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from penstock.execution.value_spec import wire
+from penstock.execution.value_spec import as_wire
 from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
 
 _REMEMBERED = 16
@@ -68,7 +68,7 @@ class _RecvInfo:
         shape, stride, dtype, is_contiguous = self._layout
         self.buffer = buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         self._for_one_use = True
-        return buffer if is_contiguous else wire(buffer)
+        return buffer if is_contiguous else as_wire(buffer)
 
     def put(self, tensor: torch.Tensor) -> None:
         """A tensor in place of a received one."""
@@ -120,7 +120,7 @@ class Layout(NamedTuple):
             and not (dtype.is_complex and tensor.is_conj())
         )
 
-    def arranged(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def to_layout(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """The memory of a tensor in this layout, as it is sent; an error that says what if it is not as described."""
         if tensor.shape != self.shape or tensor.dtype is not self.dtype:
             differs = "shape" if tensor.shape != self.shape else "dtype"
@@ -130,7 +130,7 @@ class Layout(NamedTuple):
             )
         if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
             tensor = self.empty(tensor.device).copy_(tensor)
-        return wire(tensor)
+        return as_wire(tensor)
 
 
 class Layouts:

@@ -8,7 +8,7 @@ import torch
 
 from penstock.errors import StageError
 from penstock.execution.preserved_state import copy_as_leaves
-from penstock.runtime.parity.comparison import alone, compared, compared_losses, exchanged, parameters_of
+from penstock.runtime.parity.comparison import alone, compare, compared_losses, gather_differences, parameters_of
 from penstock.runtime.parity.loss_reduction import reduction_of
 from penstock.runtime.parity.preserve import pop_gradients, preserved_pipeline, restore_values
 from penstock.runtime.parity.replay import Replay, order_of
@@ -25,7 +25,7 @@ _CALL: Final = "check_parity()"
 
 def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any) -> Parity:
     """See ``Pipeline.check_parity``."""
-    pipe._enter(_CALL)
+    pipe._begin_call(_CALL)
     if pipe._forward_only:
         raise StageError("check_parity compares gradients, and this schedule has no backward")
     parameters = parameters_of(pipe.stages)
@@ -53,17 +53,17 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         shared.wait()
         scheduled = pop_gradients(mine)
         differences = [
-            *compared(alone(mine, pipe.stages), halves, expected, HALVES),
-            *compared(mine, scheduled, expected, SCHEDULED),
+            *compare(alone(mine, pipe.stages), halves, expected, HALVES),
+            *compare(mine, scheduled, expected, SCHEDULED),
             *compared_losses(pipe, found, losses),
             *unsplit.inputs,
         ]
-        everything = exchanged(pipe, differences)
+        everything = gather_differences(pipe, differences)
         random = False
         if not all(one.fits for one in everything):
             begin()
             again, _, _ = unsplit.run(split=False)
-            varies = any(not one.fits for one in compared(mine, again, expected, SCHEDULED))
+            varies = any(not one.fits for one in compare(mine, again, expected, SCHEDULED))
             random = any(data == b"1" for data in pipe.transport.exchange(b"1" if varies else b"0"))
         copies = copies_among(pipe.transport, mine)
         trained = [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
 
 
-class Owned(NamedTuple):
+class ParameterPath(NamedTuple):
     """Where a parameter is."""
 
     stage: int
@@ -30,27 +30,27 @@ class Owned(NamedTuple):
     order: int
 
 
-def parameters_of(stages: Mapping[int, Stage]) -> dict[torch.nn.Parameter, Owned]:
+def parameters_of(stages: Mapping[int, Stage]) -> dict[torch.nn.Parameter, ParameterPath]:
     """The parameters of this rank, each with the first place where it is, in the order of the model."""
-    found: dict[torch.nn.Parameter, Owned] = {}
+    found: dict[torch.nn.Parameter, ParameterPath] = {}
     for index in sorted(stages):
         for path, module in stages[index].module.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in found:
                     full = f"{path}.{name}" if path else name
-                    found[parameter] = Owned(index, full, type(module).__name__, len(found))
+                    found[parameter] = ParameterPath(index, full, type(module).__name__, len(found))
     return found
 
 
 def alone(
-    parameters: Mapping[torch.nn.Parameter, Owned], stages: Mapping[int, Stage]
-) -> dict[torch.nn.Parameter, Owned]:
+    parameters: Mapping[torch.nn.Parameter, ParameterPath], stages: Mapping[int, Stage]
+) -> dict[torch.nn.Parameter, ParameterPath]:
     """Those that no other replica has; the others' gradients come together only when a step ends."""
     return {one: owned for one, owned in parameters.items() if stages[owned.stage].parallel is None}
 
 
-def compared(
-    parameters: Mapping[torch.nn.Parameter, Owned], found: Gradients, expected: Gradients, way: str
+def compare(
+    parameters: Mapping[torch.nn.Parameter, ParameterPath], found: Gradients, expected: Gradients, way: str
 ) -> Iterator[Difference]:
     """What differs in the gradients. Those of one stage are of one scale: a tiny one may be nothing but rounding."""
     scales: dict[int, float] = {}
@@ -66,12 +66,12 @@ def compared_losses(
     """What differs in the losses, on the rank of the last stage."""
     if not pipe.has_last:
         return []
-    owned = Owned(pipe.schedule.stages - 1, "loss", "", 0)
+    owned = ParameterPath(pipe.schedule.stages - 1, "loss", "", 0)
     return [difference(owned, SCHEDULED, one, other, 0.0) for one, other in zip(found, expected, strict=True)]
 
 
 def difference(
-    owned: Owned, way: str, found: torch.Tensor | None, expected: torch.Tensor | None, scale: float
+    owned: ParameterPath, way: str, found: torch.Tensor | None, expected: torch.Tensor | None, scale: float
 ) -> Difference:
     """How far a gradient is from what is expected, where those of its stage are as large as `scale`."""
     if found is None or expected is None:
@@ -89,7 +89,7 @@ def difference(
     return Difference(owned.stage, owned.name, owned.module, way, largest, size, tolerance, owned.order)
 
 
-def exchanged(pipe: Pipeline, mine: Sequence[Difference]) -> list[Difference]:
+def gather_differences(pipe: Pipeline, mine: Sequence[Difference]) -> list[Difference]:
     """The differences of all ranks: later stages first, and in a stage what comes later in the model."""
     found = []
     for data in pipe.transport.exchange(json.dumps([asdict(one) for one in mine]).encode()):

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import MetadataError, MicrobatchError
 from penstock.execution.microbatches.merge import merge
-from penstock.execution.microbatches.split import is_split_already
+from penstock.execution.microbatches.split import is_presplit
 from penstock.execution.preserved_state import copy_as_leaves
 from penstock.runtime.parity.comparison import precision
 from penstock.runtime.parity.report import Reduction
@@ -61,9 +61,9 @@ def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], targe
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
         raise MicrobatchError("the last stage gives a number for each microbatch, and none for the whole batch")
     output = merge(copy_as_leaves(outputs), pipe._output_spec)
-    if is_split_already(output):
+    if is_presplit(output):
         raise MicrobatchError("output_spec keeps the outputs of the microbatches apart")
-    if is_split_already(target):
+    if is_presplit(target):
         target = merge(targets, pipe._batches.specs["target_spec"], name="target")
     return output, target
 

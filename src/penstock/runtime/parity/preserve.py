@@ -12,7 +12,7 @@ from penstock.execution.preserved_state import Buffers, preserved_random_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from penstock.runtime.parity.comparison import Gradients, Owned
+    from penstock.runtime.parity.comparison import Gradients, ParameterPath
     from penstock.runtime.pipeline import Pipeline
 
     #: What parameters are, in memory of its own.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @contextmanager
 def preserved_pipeline(
     pipe: Pipeline,
-    parameters: Mapping[torch.nn.Parameter, Owned],
+    parameters: Mapping[torch.nn.Parameter, ParameterPath],
     values: Values,
 ) -> Iterator[Callable[[], None]]:
     """Leave all as it is: parameters, gradients, buffers, random numbers. Gives what brings back the beginning.
@@ -62,7 +62,7 @@ def pop_gradients(parameters: Collection[torch.nn.Parameter]) -> Gradients:
     return found
 
 
-def restore_values(parameters: Mapping[torch.nn.Parameter, Owned], values: Values) -> str:
+def restore_values(parameters: Mapping[torch.nn.Parameter, ParameterPath], values: Values) -> str:
     """Give parameters the values that they had; returns which of them had another, if one had."""
     changed = ""
     for parameter, owned in parameters.items():

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from penstock.execution.edges import arguments, present, roots_of
+from penstock.execution.edges import as_arguments, fill_missing, roots_of
 from penstock.execution.preserved_state import copy_as_leaves
-from penstock.execution.step import Flight
-from penstock.execution.value_spec import flatten, wire
+from penstock.execution.step import InFlight
+from penstock.execution.value_spec import as_wire, flatten
 from penstock.execution.wire_format import decode, encode
 from penstock.runtime.ends import compute_loss
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.execution.stage import Stage
-    from penstock.execution.value_spec import EdgeMeta
+    from penstock.execution.value_spec import ValueSpec
     from penstock.runtime.transport.protocol import Transport
 
     #: Called after each backward: the stage, what it was called with, and the gradients of its outputs and inputs.
-    Look = Callable[["Visit", Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
+    Look = Callable[["StageVisit", Sequence[torch.Tensor], Sequence[torch.Tensor | None]], None]
 
 
-class Visit(NamedTuple):
+class StageVisit(NamedTuple):
     """A microbatch in a stage.
 
     Attributes:
@@ -43,13 +43,13 @@ class Visit(NamedTuple):
 
     stage: Stage
     microbatch: int
-    run: Callable[[], Flight]
-    flight: Flight
-    output: EdgeMeta | None
-    input: EdgeMeta | None
+    run: Callable[[], InFlight]
+    flight: InFlight
+    output: ValueSpec | None
+    input: ValueSpec | None
 
 
-class PlainRun:
+class ReferenceRun:
     """Runs a batch; gradients are added to ``.grad``.
 
     Attributes:
@@ -94,58 +94,58 @@ class PlainRun:
                 if look is not None:  # before the stage before works: it may add to the same parameters
                     look(visit, gradients, found)
                 if visit.input is not None:
-                    whole = present(found, visit.flight.inputs)
+                    whole = fill_missing(found, visit.flight.inputs)
                     metas = [one for one in visit.input.tensors if one.requires_grad]
                     self._give(
                         visit.stage.index,
                         visit.stage.index - 1,
-                        [meta.arranged(one) for meta, one in zip(metas, whole, strict=True)],
+                        [meta.to_layout(one) for meta, one in zip(metas, whole, strict=True)],
                     )
 
-    def _forward(self, index: int, microbatch: int, begin: Any, kwargs: dict[str, Any], target: Any) -> Visit:
+    def _forward(self, index: int, microbatch: int, begin: Any, kwargs: dict[str, Any], target: Any) -> StageVisit:
         stage, meta = self._stages[index], None
         if begin is None:
             meta, tensors = self._taken(index)
-            begin = arguments(meta.unflatten(tensors))
+            begin = as_arguments(meta.unflatten(tensors))
         again = copy_as_leaves(begin), copy_as_leaves(kwargs)
         last = index == len(self._rank_of) - 1
         ends = meta is not None  # what the first stage is called with has no stage before it
 
-        def call(args: Any, keywords: Any) -> tuple[Any, Flight]:
+        def call(args: Any, keywords: Any) -> tuple[Any, InFlight]:
             inputs = [one for one in pytree.tree_leaves(args) if _needs_gradient(one)] if ends else []
             output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **keywords)
             if not last:
-                return output, Flight(roots_of(flatten(output)[0]), inputs)
+                return output, InFlight(roots_of(flatten(output)[0]), inputs)
             if len(self.outputs) == microbatch:  # and not one that is run once more
                 self.outputs.append(copy_as_leaves(output))
             assert self._loss_fn is not None
             loss = compute_loss(self._loss_fn, output, target)
-            return loss, Flight(stage.loss_root(loss, output), inputs)
+            return loss, InFlight(stage.loss_root(loss, output), inputs)
 
         output, flight = call(begin, copy_as_leaves(kwargs))
         if last:
             self.losses.append(output.detach())
-            return Visit(stage, microbatch, lambda: call(*again)[1], flight, None, meta)
+            return StageVisit(stage, microbatch, lambda: call(*again)[1], flight, None, meta)
         leaves, described = flatten(output)
         self._announce(index, described)
-        tensors = [one.arranged(leaf.detach()) for one, leaf in zip(described.tensors, leaves, strict=True)]
+        tensors = [one.to_layout(leaf.detach()) for one, leaf in zip(described.tensors, leaves, strict=True)]
         self._give(index, index + 1, tensors)
-        return Visit(stage, microbatch, lambda: call(*again)[1], flight, described, meta)
+        return StageVisit(stage, microbatch, lambda: call(*again)[1], flight, described, meta)
 
-    def _gradients(self, visit: Visit, share: float) -> Sequence[torch.Tensor]:
+    def _gradients(self, visit: StageVisit, share: float) -> Sequence[torch.Tensor]:
         if visit.output is None:
             return [torch.full_like(self.losses[-1], share)] if visit.flight.roots else []
         empty = [one.empty(visit.stage.device) for one in visit.output.tensors if one.requires_grad]
         return self._take(visit.stage.index + 1, visit.stage.index, empty)
 
-    def _announce(self, index: int, meta: EdgeMeta) -> None:
+    def _announce(self, index: int, meta: ValueSpec) -> None:
         peer = self._rank_of[index + 1]
         if peer == self._transport.rank:
             self._local[index, True] = meta
         else:
             self._transport.send_bytes(peer, encode(meta))
 
-    def _taken(self, index: int) -> tuple[EdgeMeta, list[torch.Tensor]]:
+    def _taken(self, index: int) -> tuple[ValueSpec, list[torch.Tensor]]:
         """What comes from the stage before, as leaves."""
         peer = self._rank_of[index - 1]
         mine = peer == self._transport.rank
@@ -162,7 +162,7 @@ class PlainRun:
             self._local[source, False] = tensors
             return
         for tensor in tensors:
-            self._transport.send(wire(tensor), peer, 2 * source + (target < source)).wait()
+            self._transport.send(as_wire(tensor), peer, 2 * source + (target < source)).wait()
 
     def _take(self, source: int, target: int, empty: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         peer = self._rank_of[source]
@@ -170,7 +170,7 @@ class PlainRun:
             taken: Sequence[torch.Tensor] = self._local.pop((source, False))
             return taken
         for tensor in empty:
-            self._transport.receive(wire(tensor), peer, 2 * source + (target < source)).wait()
+            self._transport.receive(as_wire(tensor), peer, 2 * source + (target < source)).wait()
         return empty
 
 

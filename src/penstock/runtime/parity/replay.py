@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.execution.stage import Stage
-    from penstock.runtime.parity.reference_run import Visit
+    from penstock.runtime.parity.reference_run import StageVisit
     from penstock.runtime.pipeline import Pipeline
 
 
@@ -42,7 +42,7 @@ class Replay:
             handle.remove()
 
     @contextmanager
-    def once_more(self, visit: Visit) -> Iterator[None]:
+    def once_more(self, visit: StageVisit) -> Iterator[None]:
         """Where the stage is run again for its last microbatch, with the buffers that it had."""
         stage = visit.stage
         current = Buffers([stage.module])

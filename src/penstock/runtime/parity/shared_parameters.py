@@ -14,7 +14,7 @@ from penstock.runtime.parity.preserve import pop_gradients
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from penstock.runtime.parity.comparison import Gradients, Owned
+    from penstock.runtime.parity.comparison import Gradients, ParameterPath
     from penstock.runtime.transport.protocol import Transport
 
 #: How many elements of a parameter are compared to find copies of it.
@@ -31,7 +31,7 @@ class SharedParameters:
         mine: the parameters that this rank compares.
     """
 
-    def __init__(self, transport: Transport, parameters: Mapping[torch.nn.Parameter, Owned]) -> None:
+    def __init__(self, transport: Transport, parameters: Mapping[torch.nn.Parameter, ParameterPath]) -> None:
         """Find out which parameters other ranks have. All ranks call it."""
         self._transport = transport
         ids = [set[int]()] * transport.ranks
@@ -64,7 +64,9 @@ class SharedParameters:
         return gradients | found
 
 
-def copies_among(transport: Transport, parameters: Mapping[torch.nn.Parameter, Owned]) -> tuple[tuple[str, ...], ...]:
+def copies_among(
+    transport: Transport, parameters: Mapping[torch.nn.Parameter, ParameterPath]
+) -> tuple[tuple[str, ...], ...]:
     """The parameters of all ranks that have equal values, though they are not one. All ranks call it.
 
     Those in which one number is repeated, as in biases of 0, are left out.

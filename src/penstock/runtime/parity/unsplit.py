@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.execution.preserved_state import copy_as_leaves
-from penstock.runtime.parity.comparison import Owned, difference
+from penstock.runtime.parity.comparison import ParameterPath, difference
 from penstock.runtime.parity.preserve import pop_gradients
-from penstock.runtime.parity.reference_run import PlainRun
+from penstock.runtime.parity.reference_run import ReferenceRun
 from penstock.runtime.parity.replay import Replay
 from penstock.runtime.parity.report import HALVES, Difference
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from penstock.runtime.batches import Batch
     from penstock.runtime.parity.comparison import Gradients
-    from penstock.runtime.parity.reference_run import Visit
+    from penstock.runtime.parity.reference_run import StageVisit
     from penstock.runtime.pipeline import Pipeline
 
 
@@ -29,8 +29,8 @@ class Unsplit:
         self,
         pipe: Pipeline,
         batch: Batch,
-        parameters: Mapping[torch.nn.Parameter, Owned],
-        mine: Mapping[torch.nn.Parameter, Owned],
+        parameters: Mapping[torch.nn.Parameter, ParameterPath],
+        mine: Mapping[torch.nn.Parameter, ParameterPath],
     ) -> None:
         """`mine` are the parameters whose gradients this rank takes."""
         self._pipe = pipe
@@ -50,11 +50,11 @@ class Unsplit:
     def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
         """The gradients, those in halves, and the losses."""
         pipe = self._pipe
-        plain = PlainRun(pipe.stages, pipe.schedule.placement.rank_of, pipe.transport, pipe._loss_fn)
+        plain = ReferenceRun(pipe.stages, pipe.schedule.placement.rank_of, pipe.transport, pipe._loss_fn)
         microbatches = range(pipe.schedule.microbatches)
         orders = {index: list(microbatches) for index in pipe.stages}
         args, kwargs, targets = self._batch[:3]
-        with pipe._around(training=True), Replay(pipe.stages, orders) as self._replay:
+        with pipe._step_scope(training=True), Replay(pipe.stages, orders) as self._replay:
             self.shares = pipe._shares(self._batch)
             plain.run(
                 copy_as_leaves(args), copy_as_leaves(kwargs), targets, self.shares, self._in_halves if split else None
@@ -64,7 +64,7 @@ class Unsplit:
         return pop_gradients(self._mine), self._halves, plain.losses
 
     def _in_halves(
-        self, visit: Visit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]
+        self, visit: StageVisit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]
     ) -> None:
         """Run a microbatch of a stage once more, with I and W, into gradients of their own."""
         if visit.stage.parallel is not None or not visit.flight.roots:
@@ -79,5 +79,5 @@ class Unsplit:
         for one in self._parameters:
             self._halves[one], one.grad = one.grad, before[one]
         for number, (given, wanted) in enumerate(zip(found, expected, strict=True)):
-            owned = Owned(visit.stage.index, f"input {number}", type(visit.stage.module).__name__, -1)
+            owned = ParameterPath(visit.stage.index, f"input {number}", type(visit.stage.module).__name__, -1)
             self.inputs.append(difference(owned, HALVES, given, wanted, 0.0))
