@@ -197,7 +197,7 @@ def _faults_of(told: Told, action: Any, rank: int, here: int) -> list[str]:
     error = told.error
     if not isinstance(error, StepError):
         return [f"raises {error!r}"]
-    leaf = action.leaves[0]
+    leaf = action.parts[0]
     facts = (error.rank, error.action, error.stage, error.microbatch)
     wanted = (rank, str(action), leaf.stage_index, leaf.microbatch_index)
     found = [] if facts == wanted else [f"{facts} instead of {wanted}"]

@@ -458,7 +458,7 @@ def problems(case: Case, transport: Any) -> list[str]:
 
 
 def _trains(schedule: ps.Schedule) -> bool:
-    return any(part.computation_type != "F" for row in schedule.actions for cell in row if cell for part in cell.leaves)
+    return any(part.computation_type != "F" for row in schedule.actions for cell in row if cell for part in cell.parts)
 
 
 def _made(case: Case) -> Model:

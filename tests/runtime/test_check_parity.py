@@ -219,7 +219,7 @@ def test_a_weight_gradient_of_ones_own_that_is_mixed_up() -> None:
     torch.manual_seed(0)
     own = Own().double()
     stages = [Stage(0, Block().double()), Stage(1, own, dw_builder=own.weight_backward)]
-    rows = [part for action in schedule.actions[0] for part in action.leaves]
+    rows = [part for action in schedule.actions[0] for part in action.parts]
     late = [part for part in rows if part.computation_type is ComputationType.BACKWARD_WEIGHT]
     rest = [part for part in rows if part.computation_type is not ComputationType.BACKWARD_WEIGHT]
     schedule = ps.Schedule([[*rest, *late]], placement=schedule.placement, microbatches=3)

@@ -114,7 +114,7 @@ def test_a_recording_of_processes(workers, name, each):
     least = ps.Costs(forward=FORWARD, backward=BACKWARD, backward_input=BACKWARD, backward_weight=0.0)
     assert makespan >= ps.simulate(schedule, least).makespan
     assert all(begin <= end and 0 <= waited <= end - begin for _, begin, end, waited in spans)
-    leaves = [str(leaf) for action in ps.lower(schedule).actions[0] for leaf in action.leaves]
+    leaves = [str(leaf) for action in ps.lower(schedule).actions[0] for leaf in action.parts]
     left_out = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
     expected = [text for text in leaves if not text.endswith(left_out)]
     found = [text for text, *_ in spans]

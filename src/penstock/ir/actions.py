@@ -161,11 +161,6 @@ class Action(_Fields):
         """The actions that it runs: the sub-actions of an overlap, otherwise the action itself."""
         return (self,) if self.sub_actions is None else self.sub_actions
 
-    @property
-    def leaves(self) -> tuple[Action, ...]:
-        """The same, under its former name."""
-        return self.parts
-
     def __str__(self) -> str:
         if self.sub_actions is not None:
             return f"({';'.join(map(str, self.sub_actions))}){self.computation_type.value}"

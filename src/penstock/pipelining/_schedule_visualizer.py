@@ -173,9 +173,7 @@ class _Spacing:
         self.next = [0] * len(schedule)
         self.free = [0] * len(schedule)
         self.ends: dict[Action, int] = {}
-        self.stages = 1 + max(
-            leaf.stage_index for row in schedule for action in row if action for leaf in action.leaves
-        )
+        self.stages = 1 + max(leaf.stage_index for row in schedule for action in row if action for leaf in action.parts)
 
     def run(self) -> list[list[_Action | None]]:
         """The rows with idle steps."""
@@ -218,7 +216,7 @@ class _Spacing:
 
     def _note(self, action: _Action, step: int) -> None:
         """The parts of an overlap end one after the other."""
-        for leaf in action.leaves:
+        for leaf in action.parts:
             step += _width(leaf)
             self.ends[leaf] = step
 

@@ -67,13 +67,13 @@ def describe_failure(error: BaseException, rank: int, action: Action | None) -> 
     """An error on this rank, as every rank is told of it."""
     place = ""
     if action is not None:
-        place = f" in {action} ({'; '.join([*map(_place, action.leaves), *_shapes(error)])})"
+        place = f" in {action} ({'; '.join([*map(_place, action.parts), *_shapes(error)])})"
     return Failure(
         rank,
         f"rank {rank} failed{place}: {type(error).__name__}: {_said(error)}",
         action=str(action) if action else None,
-        stage=action.leaves[0].stage_index if action else None,
-        microbatch=action.leaves[0].microbatch_index if action else None,
+        stage=action.parts[0].stage_index if action else None,
+        microbatch=action.parts[0].microbatch_index if action else None,
         traceback="".join(traceback.format_exception(error)),
     )
 

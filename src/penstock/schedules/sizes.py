@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from penstock.errors import SizeError
 from penstock.ir.numbers import whole_number
 
-#: A schedule with this many forwards takes gigabytes; more is a typing error.
+#: A schedule with this many forwards takes gigabytes; more is probably a typo.
 LARGEST_SCHEDULE: Final = 10**8
 
 

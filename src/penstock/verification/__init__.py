@@ -1,1 +1,1 @@
-"""Proof that a schedule will run: complete, ordered, free of deadlock, within memory; or what is wrong, and where."""
+"""Proves that a schedule will run: complete, ordered, free of deadlock, within memory; or reports what is wrong."""

@@ -217,7 +217,7 @@ def _rank_of(stages: Mapping[int, Any]) -> Callable[[int], int | None]:
 
 def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Mapping[ComputationType, Custom]) -> None:
     """Raise if the order of this rank is for other stages than it has."""
-    parts = [part for action in row if action.computation_type not in customs for part in action.leaves]
+    parts = [part for action in row if action.computation_type not in customs for part in action.parts]
     needed = {part.stage_index for part in parts if part.computation_type is not OVERLAP_F_B}
     if needed - stages.keys():
         raise OrderError(

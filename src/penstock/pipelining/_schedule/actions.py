@@ -57,11 +57,6 @@ class _Action(Action):
         return (self,) if self.sub_actions is None else cast("tuple[_Action, ...]", self.sub_actions)
 
     @property
-    def leaves(self) -> tuple[_Action, ...]:
-        """The same, under its former name."""
-        return self.parts
-
-    @property
     def is_compute_op(self) -> bool:
         """Whether it is a forward, a backward or an overlap of them."""
         return self.is_compute

@@ -40,7 +40,7 @@ def _add_reduce_grad(actions: Sequence[_Action | None], n_microbatches: int) -> 
         leaf.stage_index
         for action in actions
         if action is not None
-        for leaf in action.leaves
+        for leaf in action.parts
         if _requires_reduce_grad(leaf.computation_type)
     )
     return [
@@ -82,7 +82,7 @@ def _add_send_recv(
             for row in compute_actions.values()
             for action in row
             if action
-            for leaf in action.leaves
+            for leaf in action.parts
         ),
         default=0,
     )
@@ -96,7 +96,7 @@ def _add_send_recv(
 
 def _with_turns(row: Sequence[_Action | None], microbatch: int) -> list[_Action]:
     """Something that waits for nothing in place of every idle step: the W of a microbatch that there is not."""
-    stage = next((action.leaves[0].stage_index for action in row if action is not None), None)
+    stage = next((action.parts[0].stage_index for action in row if action is not None), None)
     if stage is None:
         return []
     idle = _Action(stage, BACKWARD_WEIGHT, microbatch)
@@ -113,13 +113,13 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 def _check_providers(rows: Mapping[int, Sequence[_Action | None]], rank_of: Callable[[int], int], stages: int) -> None:
     """Whatever an action takes from a neighbouring stage is made: on another rank, or earlier on its own."""
-    made = {leaf for row in rows.values() for action in row if action is not None for leaf in action.leaves}
+    made = {leaf for row in rows.values() for action in row if action is not None for leaf in action.parts}
     for rank, row in rows.items():
         so_far: set[tuple[object, ...]] = set()
         for step, action in enumerate(row):
             if action is None:
                 continue
-            for leaf in action.leaves:
+            for leaf in action.parts:
                 stage, kind, microbatch, _ = leaf
                 for need in NEEDS.get(kind, ()):
                     other = stage + need.stage_offset
@@ -129,7 +129,7 @@ def _check_providers(rows: Mapping[int, Sequence[_Action | None]], rank_of: Call
                     if not any((other, provider, microbatch, None) in found for provider in need.any_of):
                         wanted = " or ".join(f"{other}{provider}{microbatch}" for provider in need.any_of)
                         raise OrderError(f"rank {rank}, step {step}: {action} needs {wanted}, which is not made before")
-            so_far.update(action.leaves)
+            so_far.update(action.parts)
 
 
 _RECEIVE_OF = {kind: transfer.receive for transfer in TRANSFERS for kind in transfer.needed_by}
@@ -142,7 +142,7 @@ def _defer_recv_ops(actions: Mapping[int, Sequence[_Action]], stage_to_rank: Cal
         for action in row:
             if action.computation_type in (RECV_F, RECV_B):
                 pending[action[:3]] = action
-            for stage, kind, microbatch, _ in action.leaves:
+            for stage, kind, microbatch, _ in action.parts:
                 pending.pop((stage, _RECEIVE_OF.get(kind), microbatch), None)
         if pending:
             left = ", ".join(map(str, pending.values()))
@@ -173,7 +173,7 @@ def compute_rows_with_transfers(
     """A compute-only order with sends and receives, and nothing else; a stage is where its actions are."""
     homes = {
         **rank_of,
-        **{leaf.stage_index: rank for rank, row in rows.items() for action in row if action for leaf in action.leaves},
+        **{leaf.stage_index: rank for rank, row in rows.items() for action in row if action for leaf in action.parts},
     }
     busy = {rank: [action for action in row if action is not None] for rank, row in rows.items()}
     return _add_send_recv(busy, homes.__getitem__, stages)

@@ -63,9 +63,9 @@ def _simulate_comms_compute(
 
     def step_of(rank: int) -> _Action | None:
         action = left[rank][place[rank]]
-        if not all(_is_ready(leaf, done, stage_to_rank, num_stages) for leaf in action.leaves):
+        if not all(_is_ready(leaf, done, stage_to_rank, num_stages) for leaf in action.parts):
             return None
-        done[rank].update(action.leaves)
+        done[rank].update(action.parts)
         place[rank] += 1
         return action
 

@@ -60,7 +60,7 @@ def _leaves(rows: Mapping[int, Sequence[_Action | None]]) -> Iterator[tuple[int,
                 continue
             if not isinstance(action, _Action):
                 raise OrderError(f"rank {rank}, step {step}: {action!r} is not an _Action, but a {type(action)}")
-            for leaf in action.leaves:
+            for leaf in action.parts:
                 yield rank, step, leaf
 
 
