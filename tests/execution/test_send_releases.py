@@ -119,12 +119,30 @@ def test_the_number_of_sends_in_flight_does_not_grow_with_microbatches(name):
     assert few == many
 
 
-@given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 9), st.booleans(), st.booleans(), st.randoms())
-def test_no_wait_for_a_send_blocks_for_ever(name, ranks, microbatches, defer, by_level, rng):
+@given(
+    st.sampled_from(NAMES),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.randoms(),
+)
+def test_no_wait_for_a_send_blocks_for_ever(name, ranks, microbatches, defer, by_level, with_headers, rng):
     schedule = ps.lower(ps.build(name, ranks=ranks, microbatches=microbatches), defer_receives=defer)
-    releases = [find_releases(schedule, rank, by_level=by_level) for rank in range(ranks)]
-    # A proof holds for the use of a message; a level only for its receive.
-    assert Machine(schedule, releases, rng, until_used=not by_level).run()
+    releases = [find_releases(schedule, rank, by_level=by_level, with_headers=with_headers) for rank in range(ranks)]
+    # A proof holds for the use of a message; a level only for its receive, unless it has a header.
+    assert Machine(schedule, releases, rng, until_used=with_headers or not by_level).run()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"), [("V-Half", 3, 3), ("V-Min", 4, 3), ("ZBVZeroBubble", 4, 8)]
+)
+def test_what_a_header_announces_is_received_when_it_is_used(name, ranks, microbatches):
+    schedule = lowered(name, ranks, microbatches)
+    for with_headers in (True, False):
+        releases = [find_releases(schedule, rank, by_level=True, with_headers=with_headers) for rank in range(ranks)]
+        assert Machine(schedule, releases, random.Random(0), until_used=True).run() is with_headers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,9 +5,10 @@ Two rules, and the earlier of the two counts:
 - *proven*: a message from a peer was sent after everything ahead of it in the peer's row. Once a rank has used that
   message, all that the peer had used before has arrived, and the wait for it returns at once.
 - *by level*: every action has a level, higher than the levels of all that it waits for. Before an action whose level is
-  higher than that of a message's receive, a rank may wait for the send: whatever still waits has a higher level, so
+  higher than that of the action that ends the send, a rank may wait for it: whatever still waits has a higher level, so
   nothing waits in a circle. Such a wait may block for a moment, so it comes some compute actions later still, and only
-  where messages do not queue in lanes: in a lane, a send can also wait for its turn.
+  where messages do not queue in lanes: in a lane, a send can also wait for its turn. A send ends with the receive, or
+  with the use of the message where a header announces its shapes: only then is the rest of it received.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _Messages(NamedTuple):
         return _Messages(*(column[wanted] for column in self))
 
 
-def find_releases(schedule: Schedule, rank: int, *, by_level: bool) -> Releases:
+def find_releases(schedule: Schedule, rank: int, *, by_level: bool, with_headers: bool = False) -> Releases:
     """Find when a rank may wait for each of its sends. O(n log n) for n actions.
 
     Positions count the actions of the rank, without idle steps.
@@ -77,6 +78,7 @@ def find_releases(schedule: Schedule, rank: int, *, by_level: bool) -> Releases:
         schedule: a lowered schedule.
         rank: whose sends.
         by_level: apply the second rule, too; only where messages do not queue in lanes.
+        with_headers: a send ends when its message is used, since headers announce shapes.
     """
     table = ActionTable(_without_idle_steps(schedule))
     if not table.has_transfers:
@@ -90,7 +92,8 @@ def find_releases(schedule: Schedule, rank: int, *, by_level: bool) -> Releases:
         to_peer = (mine.receiver == peer).nonzero()[0]
         release[to_peer] = _proven(mine.used[to_peer], theirs, end)
     if by_level:
-        release = np.minimum(release, _released_by_level(table, mine, messages, begin, end))
+        ended = mine.used if with_headers else mine.received
+        release = np.minimum(release, _released_by_level(table, mine.sent, ended, messages, begin, end))
     release[release < mine.sent] = end  # in a schedule that deadlocks
     return _collect(mine, release - begin, end - begin, _unmatched(schedule, rank, mine.key))
 
@@ -156,12 +159,15 @@ def _proven(used: Ints, theirs: _Messages, end: int) -> Ints:
     return np.append(theirs.used[order], end)[number]
 
 
-def _released_by_level(table: ActionTable, mine: _Messages, messages: _Messages, begin: int, end: int) -> Ints:
-    """The cell of this rank after which its wait for each message cannot be part of a circle; ``end`` for never."""
+def _released_by_level(table: ActionTable, sent: Ints, ended: Ints, messages: _Messages, begin: int, end: int) -> Ints:
+    """The cell of this rank after which its wait for each message cannot be part of a circle; ``end`` for never.
+
+    ``sent`` are the cells of this rank's sends, and ``ended`` those that end them on other ranks.
+    """
     levels = _levels(table, messages)
     if levels is None:
-        return np.full(len(mine.key), end)
-    over = np.maximum(levels[mine.sent], levels[mine.received]) + _SLACK
+        return np.full(len(sent), end)
+    over = np.maximum(levels[sent], levels[ended]) + _SLACK
     number = begin + levels[begin:end].searchsorted(over, side="right")
     return np.where(number < end, number - 1, end)
 

@@ -175,10 +175,11 @@ class ProgramCache:
         )
         # Only where messages do not queue may receives be posted early, and sends waited for without a proof.
         has_no_lanes = transport.model.lanes == "message"
+        has_headers = any(isinstance(edge, HeaderedEdge) for edge in edges.values())
         return compile_program(
             [action for action in schedule.actions[transport.rank] if action is not None],
             customized(operations),
-            find_releases(schedule, transport.rank, by_level=has_no_lanes),
+            find_releases(schedule, transport.rank, by_level=has_no_lanes, with_headers=has_headers),
             rank=transport.rank,
             rank_of=dict(enumerate(schedule.placement.rank_of)).get,
             early_receives=has_no_lanes,
