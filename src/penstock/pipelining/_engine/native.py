@@ -42,7 +42,7 @@ from penstock.pipelining._engine.methods import ScaleGradients
 from penstock.pipelining._engine.operations import reduction, scaling
 from penstock.pipelining._schedule.actions import _get_profiler_function_name
 from penstock.pipelining._stage.compute import flat, kept_gradients
-from penstock.pipelining._stage.transfers import Connection, Layout, _normalize_model_output_as_tuple
+from penstock.pipelining._stage.transfers import Layout, _normalize_model_output_as_tuple, gloo_of
 from penstock.pipelining._utils import InferenceMode, PipeliningMetadataError, _derive_grad_metas, _TensorMeta
 
 if TYPE_CHECKING:
@@ -94,32 +94,37 @@ class NativeStep(Step):
 
 
 class GroupLink:
-    """Moves tensors over the group of the stages, as ``dist.isend`` and ``dist.irecv`` do. It lives for one program."""
+    """Moves tensors over the group of the stages, as ``dist.isend`` and ``dist.irecv`` do. It is open during a step."""
 
     def __init__(self, stage: Any) -> None:
         self.model = CommModel("rendezvous", lanes="message")
         self.progress = Progress()
         self._stage = stage
-        self._connections: dict[int, Connection] = {}
+        self._group: Any = None
+        self._send: Any = None
+        self._receive: Any = None
+
+    def open(self) -> None:
+        """Look up the group, and what carries its tensors: a call of the group takes twice as long."""
+        self._group = self._stage.group or dist.distributed_c10d._get_default_group()
+        carrier = gloo_of(self._group, torch.device(self._stage.device)) or self._group
+        self._send, self._receive = carrier.send, carrier.recv
+
+    def close(self) -> None:
+        """Let go of the group, which may end before the next step."""
+        self._group = self._send = self._receive = None
 
     def send(self, tensor: torch.Tensor, peer: int, _tag: int) -> Any:
         """Post a send."""
-        return self._to(peer).send(tensor)
+        if tensor.is_complex():
+            return dist.isend(tensor, group=self._group, group_dst=peer)
+        return self._send([tensor], peer, 0)
 
     def receive(self, tensor: torch.Tensor, peer: int, _tag: int) -> Any:
         """Post a receive."""
-        return self._to(peer).receive(tensor)
-
-    def _to(self, peer: int) -> Connection:
-        known = self._connections.get(peer)
-        if known is None:
-            group = self._stage.group or dist.distributed_c10d._get_default_group()
-            known = self._connections[peer] = Connection(group, peer, torch.device(self._stage.device))
-        return known
-
-    def release(self) -> None:
-        """Let go of the group, which may end before the next step."""
-        self._connections.clear()
+        if tensor.is_complex():
+            return dist.irecv(tensor, group=self._group, group_src=peer)
+        return self._receive([tensor], peer, 0)
 
 
 class _Output:
@@ -369,6 +374,7 @@ class Native(NamedTuple):
     def scope(self) -> Iterator[None]:
         """Around a step."""
         works = self.operations.stages.values()
+        self.link.open()
         for work in works:
             work.begin()
         try:
@@ -376,7 +382,7 @@ class Native(NamedTuple):
         finally:
             for work in works:
                 work.end()
-            self.link.release()
+            self.link.close()
 
     def describe_failure(self, step: NativeStep, error: Exception) -> RuntimeError | None:
         """The error that the methods of a stage raise for one in its module or its backward; None for any other."""

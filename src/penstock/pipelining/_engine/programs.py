@@ -13,6 +13,7 @@ from penstock.errors import ScheduleError
 from penstock.execution.compiler import compile_program
 from penstock.execution.operations import CustomOperations
 from penstock.execution.send_releases import Releases, find_releases, release_at_end
+from penstock.execution.transport import Progress
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import releases_of
 from penstock.pipelining._engine.methods import CallConvention, MethodOperations, ScaleGradients
@@ -43,11 +44,13 @@ class Compiled(NamedTuple):
     Attributes:
         program: the program.
         scaled: the stages whose gradients it scales, in order.
+        progress: shows where it is.
         native: what its operations work with, if they are the native ones.
     """
 
     program: Program[Any]
     scaled: Sequence[Any]
+    progress: Progress
     native: Native | None = None
 
 
@@ -137,7 +140,8 @@ def program_of_order(
         rank_of=rank_of,
         early_receives=not customs and may_post_ahead(stages.values()),
     )
-    return Compiled(program, _scaled(row, stages, customs) if trains else [], native)
+    progress = Progress() if native is None else native.link.progress
+    return Compiled(program, _scaled(row, stages, customs) if trains else [], progress, native)
 
 
 def program_of_row(
@@ -160,7 +164,7 @@ def program_of_row(
         rank=stage.stage_index,
         rank_of=lambda _: None,
     )
-    return Compiled(program, _scaled(row, stages, {}) if trains else [])
+    return Compiled(program, _scaled(row, stages, {}) if trains else [], Progress())
 
 
 def _with_scaling(row: Iterable[_Action], microbatches: int) -> Iterator[Any]:

@@ -6,7 +6,8 @@ import logging
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from penstock.execution.preserved_state import preserved_random_state
-from penstock.execution.transport import Progress
 from penstock.pipelining._engine.gradient_scaling import scaled_once
 from penstock.pipelining._engine.native import NativeStep
 from penstock.pipelining._engine.preparation import NegotiatedState
@@ -28,7 +28,7 @@ from penstock.pipelining._stage.sharded_batch import check_samples, count_sample
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._engine.native import Native
@@ -284,35 +284,35 @@ class _PipelineSchedule(ABC):
         finally:
             self._has_backward = trains
 
-    def _step(
-        self,
-        stages: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        losses: list[Any] | None,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-        *,
-        needs_autograd: bool = True,
-    ) -> Any:
-        """A step of these stages."""
+    # Overriding ``step`` calls these and ``_step_microbatches`` one after the other, so that no frame is between them.
+
+    def _begin_step(
+        self, stages: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, needs_autograd: bool
+    ) -> tuple[list[Any] | None, list[Any] | None, list[Any] | None]:
+        """Prepare stages for a step; return the arguments, keyword arguments and targets of each microbatch."""
         if self._has_backward and needs_autograd and not torch.is_grad_enabled():
-            raise RuntimeError("step() runs backwards, and gradients are switched off here; call eval() instead")
+            raise RuntimeError("step() runs a backward pass, but gradients are disabled; call eval() instead")
         for stage in stages:
             stage.has_backward = self._has_backward
         for stage in stages:
             stage.clear_runtime_states()
-        arg_mbs, kwarg_mbs, target_mbs = self._microbatches_of(args, kwargs, target)
+        return self._microbatches_of(args, kwargs, target)
+
+    @contextmanager
+    def _step_of(self, stages: list[Any]) -> Iterator[None]:
+        """Around a step of these stages: clean up, also if it fails."""
         try:
-            self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+            yield
         except BaseException:
             self._next_microbatches, self._whole = ([], []), None
             _end(stages, failed=True)
             raise
         _end(stages)
+
+    def _outputs_of(self, stages: list[Any]) -> Any:
+        """Merge the outputs of a step, on the rank of the last stage."""
         for stage in stages:
-            if stage.is_last and return_outputs:
+            if stage.is_last:
                 if hasattr(stage, "_order_outputs"):
                     stage._order_outputs()
                 return self._merge_outputs(stage.output_chunks)
@@ -377,40 +377,54 @@ class _PipelineSchedule(ABC):
         kwarg_mbs = [{}] * self._n_microbatches if kwarg_mbs is None else kwarg_mbs
         return arg_mbs, kwarg_mbs
 
-    def _run_microbatches(
+    def _run_step(
         self,
         batch: Batch,
-        *,
         stages: list[Any],
         program: Callable[[Mode], Compiled],
         initialize: Callable[..., None],
     ) -> None:
-        """A step, as ``_step_microbatches`` is told it.
+        """Run a step: what ``_step_microbatches`` does.
 
-        ``program`` gives the program of the stages, told the way that it may take; ``initialize`` prepares them before
-        the first microbatch, given its arguments.
+        Args:
+            batch: what it was given.
+            stages: the stages of this rank.
+            program: compiles their program, or finds it, in a mode.
+            initialize: prepares them before the first step, given the arguments of a microbatch.
         """
+        customs = self._customs()
+        mode, made, step = self._prepare_step(batch, stages, program, initialize, customs)
+        with step_scope(stages, customs, mode), self._running(made, step):
+            made.program.run(step, made.progress, upstream_names().record_function)
+        self._update_losses(stages, batch.losses)
+
+    def _prepare_step(
+        self,
+        batch: Batch,
+        stages: list[Any],
+        program: Callable[[Mode], Compiled],
+        initialize: Callable[..., None],
+        customs: Collection[ComputationType],
+    ) -> tuple[Mode, Compiled, Any]:
         if self._was_cut_off:
             raise RuntimeError(
-                "the step before has failed on this rank while messages were on their way, which would be taken for "
-                "those of this step: destroy the process group, and make it, the stages and the schedule anew"
+                "the previous step failed with messages still in flight, which this step would receive; destroy the "
+                "process group, then rebuild group, stages and schedule"
             )
         targets = batch.target_mbs
         arg_mbs, kwarg_mbs = self._check_inputs(batch.arg_mbs, batch.kwarg_mbs, targets, batch.losses)
-        # Before anybody is talked to: an order of other stages is refused here.
-        customs = self._customs()
         mode = select_mode(stages, upstream_names(), is_plain=not customs and self._computes_loss_as_written())
-        made = program(min(mode, Mode.DIRECT)) if mode is not Mode.NATIVE or not self._has_run else None
+        made = None
+        if mode is not Mode.NATIVE or not self._has_run:
+            made = program(min(mode, Mode.DIRECT))  # it refuses an order of other stages before ranks communicate
         self._next_microbatches = arg_mbs, kwarg_mbs
         initialize(arg_mbs[0], kwarg_mbs[0], None if targets is None else targets[0], batch.loss_kwargs)
         self._next_microbatches, self._whole = ([], []), None
         self._has_run = True
-        if mode is Mode.NATIVE or made is None:  # what goes between stages is known by now
-            made = program(Mode.NATIVE)
-        step = self._new_native_step(made.native, batch, arg_mbs, kwarg_mbs) if made.native else None
-        with step_scope(stages, customs, mode):
-            self._run(made, step or self._new_step(batch, arg_mbs, kwarg_mbs))
-        self._update_losses(stages, batch.losses)
+        if made is None or mode is Mode.NATIVE:
+            made = program(Mode.NATIVE)  # what goes between stages is known by now
+        new_step = self._new_step if made.native is None else partial(self._new_native_step, made.native)
+        return mode, made, new_step(batch, arg_mbs, kwarg_mbs)
 
     def _computes_loss_as_written(self) -> bool:
         return vars(self).keys().isdisjoint(_LOSSES) and _of_losses(type(self)) == _AS_WRITTEN
@@ -447,16 +461,16 @@ class _PipelineSchedule(ABC):
             context=lambda: names._PipelineContext(self, arg_mbs, kwarg_mbs, targets, losses),
         )
 
-    def _run(self, made: Compiled, step: Any) -> None:
-        """Run a program."""
+    @contextmanager
+    def _running(self, made: Compiled, step: Any) -> Iterator[None]:
+        """Around a program that runs."""
         factor = self._n_microbatches if self.scale_grads else 1
-        program, native = made.program, made.native
-        progress = Progress() if native is None else native.link.progress
+        native = made.native
         try:
             with scaled_once(made.scaled, factor), nullcontext() if native is None else native.scope():
-                program.run(step, progress, upstream_names().record_function)
+                yield
         except BaseException as error:
-            line = program.line_at(progress)
+            line = made.program.line_at(made.progress)
             if line is not None and isinstance(error, Exception):
                 self._log_failure(line.position)
             self._forget_losses()

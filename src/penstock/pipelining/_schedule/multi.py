@@ -129,16 +129,11 @@ class PipelineScheduleMulti(_PipelineSchedule):
         **kwargs: Any,
     ) -> Any:
         """Run a step on a whole batch; see ``_PipelineSchedule.step``."""
-        return self._step(
-            self._stages,
-            args,
-            kwargs,
-            target,
-            losses,
-            return_outputs,
-            loss_kwargs,
-            needs_autograd=self._backward_requires_autograd,
-        )
+        needs_autograd = self._backward_requires_autograd
+        microbatches = self._begin_step(self._stages, args, kwargs, target, needs_autograd=needs_autograd)
+        with self._step_of(self._stages):
+            self._step_microbatches(*microbatches, losses, return_outputs, loss_kwargs=loss_kwargs)
+        return self._outputs_of(self._stages) if return_outputs else None
 
     def _step_microbatches(
         self,
@@ -150,7 +145,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
-        self._run_microbatches(batch, stages=self._stages, program=self._program, initialize=self._initialize_stages)
+        self._run_step(batch, self._stages, self._program, self._initialize_stages)
 
     def _program(self, mode: Mode) -> Compiled:
         """The program of this rank: the order with transfers, which are not part of it."""

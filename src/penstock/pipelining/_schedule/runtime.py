@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -26,7 +27,7 @@ from penstock.pipelining._schedule.passes import OrderError, lowered_rows
 from penstock.pipelining._schedule.text import _format_pipeline_order, _simulate_comms_compute
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     import torch.distributed as dist
 
@@ -179,9 +180,11 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         step.counter = self.backward_counter
         return step
 
-    def _run(self, made: Compiled, step: Any) -> None:
+    @contextmanager
+    def _running(self, made: Compiled, step: Any) -> Iterator[None]:
         try:
-            super()._run(made, step)
+            with super()._running(made, step):
+                yield
             if made.native is not None:
                 self.backward_counter.update(made.native.backwards)
             if self.unshard_ops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.pipelining._engine.chains import program_of_gpipe, program_of_one_f_one_b
@@ -77,29 +78,21 @@ class PipelineScheduleSingle(_PipelineSchedule):
         **kwargs: Any,
     ) -> Any:
         """Run a step on a whole batch; see ``_PipelineSchedule.step``."""
-        return self._step([self._stage], args, kwargs, target, losses, return_outputs, loss_kwargs)
+        stages = [self._stage]
+        microbatches = self._begin_step(stages, args, kwargs, target, needs_autograd=True)
+        with self._step_of(stages):
+            self._step_microbatches(*microbatches, losses, return_outputs, loss_kwargs=loss_kwargs)
+        return self._outputs_of(stages) if return_outputs else None
 
     def _get_pipeline_order(self) -> Rows | None:
         """The order for tools that show it; None if there is none."""
         return None
 
-    def _run_program(self, make: Callable[[bool, Mode], Compiled], batch: Batch) -> None:
-        """A step, by a program that ``make`` makes: for training or not, in this mode."""
+    def _program(self, make: Callable[[bool, Mode], Compiled], mode: Mode) -> Compiled:
+        """The program that ``make`` compiles: for training or not, in this mode."""
         trains = self._has_backward
-        self._run_microbatches(
-            batch,
-            stages=[self._stage],
-            program=lambda mode: self._kept.program(
-                _NO_ORDER,
-                0,
-                [self._stage],
-                self._n_microbatches,
-                {},
-                trains,
-                mode,
-                lambda: make(trains, mode),
-            ),
-            initialize=self._initialize_stage,
+        return self._kept.program(
+            _NO_ORDER, 0, [self._stage], self._n_microbatches, {}, trains, mode, lambda: make(trains, mode)
         )
 
     #: Whether messages are posted apart by the rank that they go to or come from.
@@ -138,12 +131,14 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
         if target_mbs is not None or losses is not None:
             raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
         calls = CallConvention(saves_outputs=False, computes_loss=False)
-        self._run_program(
+        program = partial(
+            self._program,
             lambda _, mode: program_of_gpipe(
                 self._stage, self._n_microbatches, calls=calls, trains=False, mode=mode, backwards=False
             ),
-            Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
+        batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_step(batch, [self._stage], program, self._initialize_stage)
 
 
 class ScheduleGPipe(PipelineScheduleSingle):
@@ -161,12 +156,14 @@ class ScheduleGPipe(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         calls = CallConvention(tells_whole=False)
-        self._run_program(
+        program = partial(
+            self._program,
             lambda trains, mode: program_of_gpipe(
                 self._stage, self._n_microbatches, calls=calls, trains=trains, mode=mode
             ),
-            Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
+        batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_step(batch, [self._stage], program, self._initialize_stage)
 
     def _get_pipeline_order(self) -> Rows | None:
         rows = as_rows(gpipe(self._num_stages, self._n_microbatches))
@@ -204,12 +201,14 @@ class Schedule1F1B(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         calls = CallConvention(tells_whole=False)
-        self._run_program(
+        program = partial(
+            self._program,
             lambda trains, mode: program_of_one_f_one_b(
                 self._stage, self._num_stages, self._n_microbatches, calls=calls, trains=trains, mode=mode
             ),
-            Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs),
         )
+        batch = Batch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_step(batch, [self._stage], program, self._initialize_stage)
 
     def _get_pipeline_order(self) -> Rows | None:
         rows = as_rows(one_f_one_b(self._num_stages, self._n_microbatches))

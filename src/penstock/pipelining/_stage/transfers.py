@@ -162,7 +162,7 @@ class Connection:
         """The peer is a rank in the group."""
         self._group, self._peer = group, peer
         # A call of the group takes twice as long as one of its backend.
-        begins: Any = _gloo_of(group, device) or group
+        begins: Any = gloo_of(group, device) or group
         self._send, self._receive = begins.send, begins.recv
 
     def send(self, tensor: torch.Tensor) -> Any:
@@ -185,7 +185,7 @@ def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return type(group) is dist.ProcessGroup and f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def _gloo_of(group: Any, device: torch.device) -> Any:
+def gloo_of(group: Any, device: torch.device) -> Any:
     """What carries a group's tensors on a device, if that is gloo, with nothing around it; None if it is not."""
     if type(group) is not dist.ProcessGroup:
         return None
