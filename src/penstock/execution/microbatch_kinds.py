@@ -17,7 +17,7 @@ def find_kinds(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[K
     """Which microbatches have equal shapes, and what tells them apart.
 
     >>> import torch
-    >>> kinds_of([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)], [{}, {}, {}])[0]
+    >>> find_kinds([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)], [{}, {}, {}])[0]
     (0, 0, 1)
     """
     seen: dict[Any, int] = {}

@@ -1,6 +1,6 @@
 """An edge between ranks over which one tensor goes that needs a gradient: what most edges are.
 
-It does what ``Agreed`` does for any number of tensors, without lists of one, which take as long as what is done with
+It does what ``NegotiatedEdge`` does for any number of tensors, without lists of one, which take as long as the work on
 their elements.
 """
 

@@ -78,7 +78,7 @@ def structure_of(value: Any, leaves: list[torch.Tensor]) -> Structure:
 
     >>> leaves = []
     >>> structure_of(torch.ones(2), leaves), len(leaves)
-    (Slot(), 1)
+    (TensorLeaf(), 1)
     """
     return _structure(value, leaves, ())
 
@@ -129,7 +129,7 @@ def paths(structure: Structure, path: Path = ()) -> Iterator[tuple[Path, TensorL
 def format_path(name: str, path: Path) -> str:
     """The path as a user would write it.
 
-    >>> written("output", (1, "hidden"))
+    >>> format_path("output", (1, "hidden"))
     "output[1]['hidden']"
     """
     return name + "".join(f"[{key!r}]" for key in path)

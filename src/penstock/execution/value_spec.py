@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class TensorSpec:
     """All that a receiver must know of a tensor before it comes.
 
-    >>> print(TensorMeta.of(torch.zeros(4, 128, 32)))
+    >>> print(TensorSpec.of(torch.zeros(4, 128, 32)))
     float32[4, 128, 32]
 
     Attributes:
@@ -54,7 +54,7 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> Self:
         """Describe a tensor. One with holes or overlaps is described as its dense copy will be.
 
-        >>> TensorMeta.of(torch.zeros(2, 3).T).stride, TensorMeta.of(torch.zeros(2, 6)[:, ::2]).stride
+        >>> TensorSpec.of(torch.zeros(2, 3).T).stride, TensorSpec.of(torch.zeros(2, 6)[:, ::2]).stride
         ((1, 3), (3, 1))
         """
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
@@ -176,7 +176,7 @@ def as_wire(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor in its own order, as a contiguous tensor: what a transport sends, or receives into.
 
     >>> tensor = torch.tensor([[1, 2], [3, 4]]).T
-    >>> tensor.flatten(), wire(tensor)
+    >>> tensor.flatten(), as_wire(tensor)
     (tensor([1, 3, 2, 4]), tensor([1, 2, 3, 4]))
     """
     if tensor.is_contiguous():

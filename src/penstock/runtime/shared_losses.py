@@ -27,7 +27,7 @@ def broadcast_losses(
     """The losses that rank `source` has, in their shapes and element types. All ranks call it.
 
     >>> from penstock.runtime.transport.threads import thread_transports
-    >>> shared([torch.tensor(0.5), torch.tensor([0.25])], thread_transports(1)[0], 0, torch.device("cpu"))
+    >>> broadcast_losses([torch.tensor(0.5), torch.tensor([0.25])], thread_transports(1)[0], 0, torch.device("cpu"))
     [tensor(0.5000), tensor([0.2500])]
     """
     mine = transport.rank == source

@@ -74,7 +74,7 @@ def feasible_count(
 ) -> int:
     """How many microbatches a batch can be split into: as many as asked for, or as it has samples.
 
-    >>> fitting((torch.arange(3),), {"scale": 2}, None, 4)
+    >>> feasible_count((torch.arange(3),), {"scale": 2}, None, 4)
     3
     """
     trees = [

@@ -50,8 +50,8 @@ def encode(message: Any) -> list[torch.Tensor]:
     """A message in one tensor of fixed size, and the rest of it, if it is long, in another.
 
     >>> meta = _TensorMeta.from_tensor(torch.ones(2, 3))
-    >>> tensors = to_tensors(_StageForwardMeta((meta,)))
-    >>> from_tensors(lambda tensor: tensor.copy_(tensors[0])) == _StageForwardMeta((meta,))
+    >>> tensors = encode(_StageForwardMeta((meta,)))
+    >>> decode(lambda tensor: tensor.copy_(tensors[0])) == _StageForwardMeta((meta,))
     True
     """
     if isinstance(message, _StageForwardMeta):
