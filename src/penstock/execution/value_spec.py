@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -61,6 +62,19 @@ class TensorSpec:
             _refuse_unsupported(tensor)
         stride = tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, stride)
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def dense(
+        cls, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, requires_grad: bool = False
+    ) -> Self:
+        """Describe the dense copy of a tensor with these strides, which may have holes or overlaps.
+
+        >>> TensorSpec.dense((2, 3), (1, 2), torch.int64).stride, TensorSpec.dense((2, 3), (1, 0), torch.int64).stride
+        ((1, 2), (3, 1))
+        """
+        described = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return cls(tuple(shape), dtype, requires_grad, torch.empty_like(described).stride())
 
     def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
         """A tensor to receive into."""

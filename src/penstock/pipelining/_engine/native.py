@@ -21,7 +21,7 @@ from penstock.execution.stage import Stage
 from penstock.execution.step import Step
 from penstock.execution.transport import Progress
 from penstock.execution.trees import TENSOR
-from penstock.execution.value_spec import TensorSpec, ValueSpec
+from penstock.execution.value_spec import ValueSpec
 from penstock.graph.comm_model import CommModel
 from penstock.ir.actions import (
     BACKWARD_INPUT,
@@ -42,7 +42,7 @@ from penstock.pipelining._engine.methods import ScaleGradients
 from penstock.pipelining._engine.operations import reduction, scaling
 from penstock.pipelining._schedule.actions import _get_profiler_function_name
 from penstock.pipelining._stage.compute import flat, kept_gradients
-from penstock.pipelining._stage.transfers import Layout, _normalize_model_output_as_tuple, gloo_of
+from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple, gloo_of, spec_of, to_wire
 from penstock.pipelining._utils import InferenceMode, PipeliningMetadataError, _derive_grad_metas, _TensorMeta
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class _Output:
     def check(self, tensor: torch.Tensor, microbatch: int, *, returns: bool) -> None:
         """Refuse a tensor that is not what was agreed."""
         (meta,) = self._stage._metas_of(microbatch).outputs
-        Layout.of(meta).to_layout(tensor, self._named(microbatch))
+        to_wire(tensor, spec_of(meta), self._named(microbatch))
         if tensor.requires_grad and not returns and self._refuses_gradients:
             raise self._stage._unagreed_gradient(microbatch, 0)
 
@@ -442,7 +442,7 @@ def _edge(source: int, stages: Mapping[int, Any], microbatches: int, link: Group
     peer = stage.stage_index_to_group_rank[source + 1 if source in stages else source]
     metas = [_value_meta(stage, source in stages, microbatch) for microbatch in range(microbatches)]
     returns = trains and metas[0].requires_grad
-    specs = [ValueSpec(TENSOR, (_spec(meta, requires_grad=returns),)) for meta in metas]
+    specs = [ValueSpec(TENSOR, (spec_of(meta, requires_grad=returns),)) for meta in metas]
     kind = StageEdge if returns else StageEdgeWithoutGradient
     return kind(_Output(stage, trains=trains), source, link, peer, torch.device(stage.device), specs)
 
@@ -451,11 +451,6 @@ def _value_meta(stage: Any, is_source: bool, microbatch: int) -> _TensorMeta:
     metas = stage._metas_of(microbatch)
     ((meta,)) = metas.outputs if is_source else metas.inputs
     return cast("_TensorMeta", meta)
-
-
-def _spec(meta: _TensorMeta, *, requires_grad: bool) -> TensorSpec:
-    layout = Layout.of(meta)
-    return TensorSpec(tuple(layout.shape), layout.dtype, requires_grad, tuple(layout.stride))
 
 
 def _detached(output: Any) -> Any:
@@ -534,7 +529,7 @@ def _same(given: Sequence[Any], derived: Sequence[Any]) -> bool:
     if len(given) != len(derived):
         return False
     return all(
-        (one is None) == (other is None) and (one is None or Layout.of(one) == Layout.of(other))
+        (one is None) == (other is None) and (one is None or spec_of(one) == spec_of(other))
         for one, other in zip(given, derived, strict=True)
     )
 

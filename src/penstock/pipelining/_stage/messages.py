@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,13 @@ from torch.fx.node import map_aggregate
 from penstock.execution.autograd import gradient_edge
 from penstock.execution.value_spec import as_wire
 from penstock.pipelining._stage.state import StageState
-from penstock.pipelining._stage.transfers import Connection, _normalize_model_output_as_tuple, _RecvInfo
+from penstock.pipelining._stage.transfers import (
+    Connection,
+    _normalize_model_output_as_tuple,
+    _RecvInfo,
+    spec_of,
+    to_wire,
+)
 from penstock.pipelining._utils import (
     PipeliningMetadataError,
     TensorMeta,
@@ -21,9 +27,6 @@ from penstock.pipelining._utils import (
     _DTensorMeta,
     to_local_if_dtensor,
 )
-
-if TYPE_CHECKING:
-    from penstock.pipelining._stage.transfers import Layout
 
 
 class StageMessages(StageState):
@@ -105,7 +108,7 @@ class StageMessages(StageState):
             return []
         outputs, inputs = self.fwd_cache[microbatch]
         metas = self._metas_of(microbatch).outputs
-        layouts = self._output_layouts.of(metas) if metas is not None and len(metas) == len(outputs) else None
+        are_known = metas is not None and len(metas) == len(outputs)
         going = []
         for index, output in enumerate(outputs):
             for stage in self.act_send_info[index]:
@@ -113,13 +116,10 @@ class StageMessages(StageState):
                     continue
                 # It has no history, or the operation would keep all of it.
                 tensor = to_local_if_dtensor(output, detach=True)
-                layout = layouts[index] if layouts else None
-                if layout is None:
-                    tensor = tensor.contiguous()
-                elif not layout.fits(tensor):
-                    what = f"stage {self.stage_index} microbatch {microbatch} output {index}"
-                    tensor = layout.to_layout(tensor, what)
-                going.append((tensor, stage))
+                meta = metas[index] if are_known and metas is not None else None
+                what = f"stage {self.stage_index} microbatch {microbatch} output {index}"
+                sent = tensor.contiguous() if meta is None else to_wire(tensor, spec_of(meta), what)
+                going.append((sent, stage))
         if going:
             self._release_outputs(microbatch, outputs, inputs)
         return going
@@ -160,8 +160,8 @@ class StageMessages(StageState):
 
     def _sendable_gradient(self, gradient: torch.Tensor | None, index: int, microbatch: int) -> torch.Tensor | None:
         """What goes over the wire: zeros for an input that nothing depends on; None if nothing is waited for."""
-        layout = self._gradient_layout(index, microbatch)
-        if layout is None:
+        meta = self._gradient_meta(index, microbatch)
+        if meta is None:
             if gradient is None:
                 return None
             raise PipeliningMetadataError(
@@ -171,17 +171,13 @@ class StageMessages(StageState):
                 "a microbatch that has this gradient be the first"
             )
         if gradient is None:
-            return as_wire(layout.empty(self.device).zero_())
-        gradient = to_local_if_dtensor(gradient)
-        if layout.fits(gradient):
-            return gradient
-        return layout.to_layout(gradient, f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}")
+            return as_wire(spec_of(meta).empty(self.device).zero_())
+        what = f"stage {self.stage_index} microbatch {microbatch} gradient of input {index}"
+        return to_wire(to_local_if_dtensor(gradient), spec_of(meta), what)
 
-    def _gradient_layout(self, index: int, microbatch: int) -> Layout | None:
+    def _gradient_meta(self, index: int, microbatch: int) -> TensorMeta | None:
         metas = self._metas_of(microbatch).input_grads
-        if metas is None or index >= len(metas):
-            metas = (None,) * index + (self._get_grad_send_meta(index),)
-        return self._gradient_layouts.of(metas)[index]
+        return self._get_grad_send_meta(index) if metas is None or index >= len(metas) else metas[index]
 
     def _get_grad_send_meta(self, input_idx: int) -> TensorMeta | None:
         """What the gradient of an input looks like; None if it has none."""

@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from penstock.graph.heap import keep_all_freed_memory
 from penstock.pipelining._stage.parallel import NotShared, Parallel, parallel_of
-from penstock.pipelining._stage.transfers import Layouts
 from penstock.pipelining._utils import _MeshCache, _StageMeta
 
 if TYPE_CHECKING:
@@ -130,14 +129,6 @@ class StageState:
     def _connections(self) -> dict[int, Connection]:
         """By stage, the way to its rank."""
         return {}
-
-    @cached_property
-    def _output_layouts(self) -> Layouts:
-        return Layouts()
-
-    @cached_property
-    def _gradient_layouts(self) -> Layouts:
-        return Layouts()
 
     @cached_property
     def _stage_meta(self) -> _StageMeta:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from penstock.execution.value_spec import as_wire
+from penstock.execution.value_spec import TensorSpec, as_wire
 from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
 
-_REMEMBERED = 16
 _GLOO = getattr(dist, "ProcessGroupGloo", None)  # torch may be built without
 
 
@@ -51,7 +50,6 @@ class _RecvInfo:
         self.tensor_meta = tensor_meta
         self.is_root_arg = is_root_arg
         self._for_one_use = False
-        self._layout: Layout | None = None
 
     def __repr__(self) -> str:
         if self.is_root_arg:
@@ -62,13 +60,10 @@ class _RecvInfo:
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """A new buffer, which is given up when it is taken; returns its memory, as it is received."""
-        if self._layout is None:
-            assert self.tensor_meta is not None
-            self._layout = Layout.of(self.tensor_meta)
-        shape, stride, dtype, is_contiguous = self._layout
-        self.buffer = buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        assert self.tensor_meta is not None
+        self.buffer = spec_of(self.tensor_meta).empty(device)
         self._for_one_use = True
-        return buffer if is_contiguous else as_wire(buffer)
+        return as_wire(self.buffer)
 
     def put(self, tensor: torch.Tensor) -> None:
         """A tensor in place of a received one."""
@@ -82,75 +77,21 @@ class _RecvInfo:
             self._for_one_use = False
 
 
-class Layout(NamedTuple):
-    """How a tensor goes over the wire: dense, in the order of dimensions that its description has.
+def spec_of(meta: TensorMeta, *, requires_grad: bool = False) -> TensorSpec:
+    """What goes over the wire for a tensor that is described; for a distributed one, the part that is here."""
+    return TensorSpec.dense(meta.shape, meta.stride, meta.dtype, requires_grad=requires_grad)
 
-    >>> from penstock.pipelining._utils import extract_tensor_meta
-    >>> Layout.of(extract_tensor_meta(torch.ones(3, 2).T)).stride
-    (1, 2)
-    >>> Layout.of(extract_tensor_meta(torch.ones(2, 1).expand(2, 3))).stride
-    (3, 1)
-    """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    is_contiguous: bool
-
-    @classmethod
-    def of(cls, meta: TensorMeta) -> Layout:
-        """The layout of what is described; of a distributed tensor, of the part that is here."""
-        described = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-        dense = torch.empty_like(described)
-        return cls(meta.shape, dense.stride(), meta.dtype, dense.is_contiguous())
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor to receive into."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor can be sent as it is."""
-        shape, _, dtype, is_contiguous = self
-        return (
-            is_contiguous
-            and tensor.is_contiguous()
-            and tensor.shape == shape
-            and tensor.dtype is dtype
-            and not tensor.is_neg()
-            and not (dtype.is_complex and tensor.is_conj())
+def to_wire(tensor: torch.Tensor, spec: TensorSpec, what: str) -> torch.Tensor:
+    """The memory of a tensor as it is sent; an error that says what it is if it does not match its spec."""
+    if not spec.matches(tensor, gradients=False):
+        differs = "shape" if tensor.shape != spec.shape else "dtype"
+        found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        raise PipeliningMetadataError(
+            f"{what}: {differs} mismatch: it is {found}, but {spec} was agreed when the first step of its kind began; "
+            "give all batches the same size, e.g. drop the last batch of an epoch, or pad it"
         )
-
-    def to_layout(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        """The memory of a tensor in this layout, as it is sent; an error that says what if it is not as described."""
-        if tensor.shape != self.shape or tensor.dtype is not self.dtype:
-            differs = "shape" if tensor.shape != self.shape else "dtype"
-            raise PipeliningMetadataError(
-                f"{what}: {differs} mismatch: it is {_told(tensor)}, agreed was {_told(self)} when the first step of "
-                "its kind began; give all batches the same size, e.g. leave out the last of an epoch, or fill it up"
-            )
-        if tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
-            tensor = self.empty(tensor.device).copy_(tensor)
-        return as_wire(tensor)
-
-
-class Layouts:
-    """The layouts of tuples of descriptions, found when a tuple is seen for the first time."""
-
-    __slots__ = ("_known",)
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[object, tuple[Layout | None, ...]]] = {}
-
-    def of(self, metas: tuple[TensorMeta | None, ...]) -> tuple[Layout | None, ...]:
-        """The layout of each; None where there is no description."""
-        known = self._known.get(id(metas))
-        if known is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            # With the tuple itself, so that no other one can have its id.
-            known = metas, tuple(None if meta is None else Layout.of(meta) for meta in metas)
-            self._known[id(metas)] = known
-        return known[1]
+    return as_wire(spec.to_layout(tensor))
 
 
 class Connection:
@@ -194,7 +135,3 @@ def gloo_of(group: Any, device: torch.device) -> Any:
     except RuntimeError:  # there is none for the device
         return None
     return backend if type(backend) is _GLOO else None
-
-
-def _told(described: Any) -> str:
-    return f"{str(described.dtype).removeprefix('torch.')}{list(described.shape)}"
