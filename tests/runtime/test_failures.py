@@ -1,5 +1,6 @@
 """What happens when something goes wrong on one rank: one clear error on all of them, soon, and nothing left behind."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -863,6 +864,20 @@ def test_any_kind_of_tensor_can_be_told_of():
     pipe = Pipeline({0: Stop()}, ps.build("GPipe", ranks=1, microbatches=1), loss_fn=mse)
     with pytest.raises(StepError, match=r"0F0 \(stage 0, microbatch 0; inputs float32\[2, 3\]\): InjectedError: here"):
         pipe.step(Microbatches([Wrapped(torch.ones(2, 3), torch.ones(2, 3))]), target=Microbatches([None]))
+
+
+def test_inputs_of_an_action_whose_error_was_caught_are_not_shown_for_another():
+    def catch(action, context):
+        if action.microbatch_index == 1:
+            raise ValueError("later")
+        with contextlib.suppress(InjectedError):
+            context.run(action)
+
+    module = Raising(0, InjectedError("caught"), dry=True)
+    pipe = Pipeline({0: module}, ps.build("GPipe", ranks=1, microbatches=2), loss_fn=mse)
+    pipe.register_custom_function(ComputationType.FORWARD, catch)
+    with pytest.raises(StepError, match=r"0F1 \(stage 0, microbatch 1\): ValueError: later"):
+        pipe.eval(torch.ones(2, 3))
 
 
 # Ranks that do not do the same ----------------------------------------------------------------------------------------

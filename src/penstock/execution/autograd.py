@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _NOTHING: Final = nullcontext()
+#: Part of torch's error for a leaf, or a view of one, that is modified in place.
+_INPLACE_ON_LEAF: Final = "leaf Variable that requires grad"
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -77,6 +79,11 @@ def unshare_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         elif type(gradient) is torch.Tensor and shares_storage(gradient):
             parameter.grad = gradient.clone()
     return left
+
+
+def is_inplace_on_leaf(error: BaseException) -> bool:
+    """Whether torch raised it because a leaf that needs a gradient, or a view of one, was modified in place."""
+    return _INPLACE_ON_LEAF in str(error)
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

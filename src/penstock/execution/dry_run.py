@@ -12,10 +12,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
+from penstock.execution.autograd import is_inplace_on_leaf
 from penstock.execution.edges import as_arguments
 from penstock.execution.preserved_state import copy_as_leaves, preserved_state
 from penstock.execution.shared_memory import Kin, find_groups, has_memory
-from penstock.execution.stage import CHANGES_INPUTS
 from penstock.execution.trees import tensors_in
 from penstock.execution.value_spec import ValueSpec, describe
 
@@ -90,7 +90,7 @@ def find_output(stage: Stage, call: Call) -> ValueSpec:
         output, copies = _run(stage, call)
         return describe(output, copies.kin)
     except Exception as error:
-        if CHANGES_INPUTS in str(error) and not stage.changes_inputs:
+        if is_inplace_on_leaf(error) and not stage.changes_inputs:
             stage.changes_inputs = True
             return find_output(stage, call)
         raise _failure(stage, call, error) from error
@@ -101,7 +101,7 @@ def find_changes(stage: Stage, call: Call) -> None:
     try:
         _run(stage, call)
     except Exception as error:
-        stage.changes_inputs = stage.changes_inputs or CHANGES_INPUTS in str(error)
+        stage.changes_inputs = stage.changes_inputs or is_inplace_on_leaf(error)
 
 
 def _run(stage: Stage, call: Call) -> tuple[Any, Call]:

@@ -109,9 +109,10 @@ class NativeOperations:
             args, inputs, watched = taken
             if changes_inputs:
                 args = stage.fresh(args)
-            step.operands = action, args  # what a failure report shows
+            step.operands = action, args
+            step.computing = True
             output = module(*args, **step.kwargs[microbatch])
-            step.operands = None
+            step.computing = False
             if watched is None:
                 roots = give(step, output)
             else:
@@ -122,6 +123,7 @@ class NativeOperations:
             if not roots and step.training_check is not None:
                 step.training_check.note(stage, has_inputs=bool(inputs))
             step.in_flight[slot] = InFlight(roots, inputs)
+            step.operands = None
 
         return forward
 
@@ -133,9 +135,11 @@ class NativeOperations:
             gradients = take(step)
             flight = step.in_flight.pop(slot)
             step.operands = action, gradients
+            step.computing = True
             found = stage.backward(flight, gradients)
-            step.operands = None
+            step.computing = False
             give(step, found, flight.inputs)
+            step.operands = None
 
         return backward
 
@@ -147,9 +151,11 @@ class NativeOperations:
             gradients = take(step)
             flight = step.in_flight.pop(slot)
             step.operands = action, gradients
+            step.computing = True
             found, step.deferred[slot] = stage.input_backward(flight, gradients)
-            step.operands = None
+            step.computing = False
             give(step, found, flight.inputs)
+            step.operands = None
 
         return input_backward
 

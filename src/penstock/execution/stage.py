@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.execution.data_parallel import DataParallel
     from penstock.execution.step import InFlight
 
-#: What torch says when a leaf is changed in place.
-CHANGES_INPUTS: Final = "leaf Variable that requires grad"
 #: Called after the backward of inputs; returns what computes the gradients of weights.
 WeightGradients = Callable[[], Callable[[], None]]
 

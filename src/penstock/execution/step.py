@@ -50,7 +50,8 @@ class Step:
         receiving: activations that have been asked for.
         local_values: activations from a stage of the same rank.
         outgoing: activations that have yet to be sent.
-        operands: the action whose module or backward runs now, and the inputs or gradients that it works on.
+        operands: the forward or backward that runs now, and the inputs or gradients that it works on.
+        computing: whether its module or backward itself runs, not what comes before and after.
         metas: the description of each activation that was sent, where it varies.
         sends_in_flight: what has been sent but not been waited for: transfers, each with its tensor and its version.
         samples: how many samples each microbatch has: known at the first stage, and told with what varies.
@@ -64,6 +65,7 @@ class Step:
 
     __slots__ = (
         "args",
+        "computing",
         "deferred",
         "in_flight",
         "kin",
@@ -118,6 +120,7 @@ class Step:
         self.outgoing: dict[int, Any] = {}
         self.metas: dict[int, ValueSpec] = {}
         self.operands: tuple[Action, Any] | None = None
+        self.computing = False
         self.receiving_gradients: dict[int, Any] = {}
         self.local_gradients: dict[int, Sequence[torch.Tensor | None]] = {}
         self.outgoing_gradients: dict[int, Any] = {}

@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockError, StepError
-from penstock.execution import native as operations
-from penstock.execution.stage import CHANGES_INPUTS
+from penstock.execution.autograd import is_inplace_on_leaf
+from penstock.ir.actions import FORWARD
 from penstock.runtime.transport.failure_messages import step_error
 from penstock.runtime.transport.protocol import Failure
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from penstock.execution.stage import Stage
+    from penstock.execution.step import Step
     from penstock.ir.actions import Action
     from penstock.runtime.transport.protocol import Transport
 
@@ -27,6 +28,10 @@ class FailureScope:
 
     A step that failed has added some gradients and not others, and some ranks may have completed it, or be at something
     else by now. So that nobody uses a part of them, every rank drops its gradients when it learns of the failure.
+
+    Attributes:
+        step: the state of the step, from when its program runs to the end of the scope; an error message says what the
+            action that failed worked on.
     """
 
     def __init__(self, transport: Transport, stages: Iterable[Stage], action: Callable[[], Action | None]) -> None:
@@ -35,15 +40,17 @@ class FailureScope:
         self._stages = stages
         self._action = action
         self._has_failed = False
+        self.step: Step | None = None
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        step, self.step = self.step, None
         if error is None:
             return
         transport = self._transport
         cause = transport.explain(error)
-        told = transport.fail(cause or describe_failure(error, transport.rank, self._action()))
+        told = transport.fail(cause or describe_failure(error, transport.rank, self._action(), step))
         self.drop_gradients()
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
@@ -63,11 +70,13 @@ class FailureScope:
                 stage.module.zero_grad(set_to_none=True)
 
 
-def describe_failure(error: BaseException, rank: int, action: Action | None) -> Failure:
-    """An error on this rank, as every rank is told of it."""
+def describe_failure(
+    error: BaseException, rank: int, action: Action | None = None, step: Step | None = None
+) -> Failure:
+    """Describe an error on this rank for all ranks."""
     place = ""
     if action is not None:
-        place = f" in {action} ({'; '.join([*map(_place, action.parts), *_shapes(error)])})"
+        place = f" in {action} ({'; '.join([*map(_place, action.parts), *_operands(action, step)])})"
     return Failure(
         rank,
         f"rank {rank} failed{place}: {type(error).__name__}: {_said(error)}",
@@ -86,19 +95,20 @@ def _place(part: Action) -> str:
 def _said(error: BaseException) -> str:
     try:
         said = str(error) or "no message"
-        return f"{said} Say so: Stage(index, module, changes_inputs=True)" if CHANGES_INPUTS in said else said
+        return f"{said} Say so: Stage(index, module, changes_inputs=True)" if is_inplace_on_leaf(error) else said
     except Exception as another:  # it is not ours, and the others must be told in any case
         return f"its message cannot be shown ({type(another).__name__})"
 
 
-def _shapes(error: BaseException) -> list[str]:
-    """What the operation that raised was working on: asked of its frame, since it must not be kept for this."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename == operations.__file__:
-            for name, told in (("args", "inputs"), ("gradients", "gradients")):
-                if tensors := _tensors(frame.f_locals.get(name)):
-                    return [f"{told} {', '.join(map(_shape, tensors))}"]
-    return []
+def _operands(action: Action, step: Step | None) -> list[str]:
+    """The shapes that an action, or a part of it, works on."""
+    if step is None or step.operands is None:
+        return []
+    part, value = step.operands
+    tensors = _tensors(value)
+    if part not in action.parts or not tensors:  # an error of another action, which a custom function has caught
+        return []
+    return [f"{'inputs' if part.computation_type is FORWARD else 'gradients'} {', '.join(map(_shape, tensors))}"]
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -227,6 +227,7 @@ class Pipeline:
                 on_loss=None if weights is None else weights.note,
                 training_check=self._training_check(),
             )
+            self._telling.step = step
             if self._record is None:
                 program.run(step, self.transport.progress)
             else:
@@ -274,6 +275,7 @@ class Pipeline:
                 keep_outputs=self.has_last,
             )
             program = self._programs.evaluation(self._customized, with_loss=target is not None)
+            self._telling.step = step
             program.run(step, self.transport.progress)
             self._report(step, losses)
             return self._merged(step)
@@ -335,7 +337,7 @@ class Pipeline:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and not isinstance(error, StepError):
-            self.transport.fail(describe_failure(error, self.rank, None))  # or the others would wait for this rank
+            self.transport.fail(describe_failure(error, self.rank))  # or the others would wait for this rank
         self.close()
 
     # Setting up -----------------------------------------------------------------------------------------------------
@@ -347,7 +349,7 @@ class Pipeline:
         try:
             yield
         except BaseException as error:
-            self.transport.fail(self.transport.explain(error) or describe_failure(error, self.rank, None))
+            self.transport.fail(self.transport.explain(error) or describe_failure(error, self.rank))
             raise
 
     def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:

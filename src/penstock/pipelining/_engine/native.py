@@ -386,7 +386,7 @@ class Native(NamedTuple):
 
     def describe_failure(self, step: NativeStep, error: Exception) -> RuntimeError | None:
         """The error that the methods of a stage raise for one in its module or its backward; None for any other."""
-        if step.operands is None:
+        if step.operands is None or not step.computing:
             return None
         action, values = step.operands
         stage, microbatch = self.stages[action.stage_index], action.microbatch_index or 0
