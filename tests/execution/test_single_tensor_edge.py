@@ -4,7 +4,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.single_tensor_edge import is_single
+from penstock.execution.edges.single_tensor import is_single
 from penstock.execution.value_spec import describe
 
 

@@ -24,7 +24,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import penstock as ps
 from penstock.errors import PenstockError, StepError, TransportError
-from penstock.execution import edges
+from penstock.execution import wire_format
 from penstock.execution.trees import TENSOR
 from penstock.execution.value_spec import TensorSpec, ValueSpec
 from penstock.execution.wire_format import VERSION
@@ -546,7 +546,7 @@ def started(version, length):
 
 
 def header_of(meta):
-    return bytes(edges.header_tensor(meta)[0].tolist())
+    return bytes(wire_format.header_tensor(meta)[0].tolist())
 
 
 GARBAGE = {

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.compiler import compile_program
-from penstock.execution.edges import HeaderedEdge, LocalEdge, NegotiatedEdge
+from penstock.execution.edges.headered import HeaderedEdge
+from penstock.execution.edges.local import LocalEdge
+from penstock.execution.edges.negotiated import NegotiatedEdge
+from penstock.execution.edges.single_tensor import SingleTensorEdge, is_single
 from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.native import NativeOperations
 from penstock.execution.send_releases import find_releases
-from penstock.execution.single_tensor_edge import SingleTensorEdge, is_single
 from penstock.graph.comm_model import CommModel
 from penstock.lowering.forwards import forwards_of
 from penstock.lowering.pipeline import lower

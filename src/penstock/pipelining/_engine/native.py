@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import FirstEnd, LastEnd, LocalEdge, NegotiatedEdge, keep
+from penstock.execution.edges import FirstEnd, LastEnd, keep
 from penstock.execution.edges import fill_missing as fill_missing
+from penstock.execution.edges.local import LocalEdge
+from penstock.execution.edges.negotiated import NegotiatedEdge
+from penstock.execution.edges.single_tensor import SingleTensorEdge
 from penstock.execution.native import NativeOperations
-from penstock.execution.single_tensor_edge import SingleTensorEdge
 from penstock.execution.stage import Stage
 from penstock.execution.step import Step
 from penstock.execution.transport import Progress

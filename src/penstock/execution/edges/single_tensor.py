@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import NegotiatedEdge, to_layout_of
+from penstock.execution.edges import to_layout_of
+from penstock.execution.edges.negotiated import NegotiatedEdge
 from penstock.execution.value_spec import as_wire
 
 if TYPE_CHECKING:

@@ -1,0 +1,173 @@
+"""An edge between ranks over which every value is described before it goes: shapes may vary."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from penstock.errors import MetadataError
+from penstock.execution.edges import (
+    ABSENT,
+    Give,
+    Take,
+    TakeGradients,
+    Taken,
+    Tensors,
+    as_arguments,
+    keep,
+    roots_of,
+)
+from penstock.execution.edges.remote import RemoteEdge
+from penstock.execution.shared_memory import watch_shared
+from penstock.execution.trees import structure_of
+from penstock.execution.value_spec import ValueSpec, as_wire, flatten
+from penstock.execution.wire_format import HEADER_BYTES, header_tensor, read_header
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.autograd.graph import GradientEdge
+
+    from penstock.execution.step import Operation, Step
+    from penstock.execution.transport import Link
+
+
+class HeaderedEdge(RemoteEdge):
+    """An edge between ranks, over which every value is described before it goes: shapes may vary."""
+
+    def __init__(
+        self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device, first_tag: int = 0
+    ) -> None:
+        super().__init__(stage, microbatches, transport, peer, device)
+        self._first_tag = first_tag
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, device = self._base + microbatch, self._device
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            leaves, meta = flatten((step.samples.get(microbatch), output), step.kin)
+            step.metas[key] = meta  # for the gradients, which may be asked for before this is sent
+            header = [(part.to(device), None) for part in header_tensor(meta) if part is not None]
+            tensors = [keep(one.to_layout(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
+            step.outgoing[key] = [*header, *tensors]
+            return roots_of(leaves)
+
+        return give
+
+    def send(self, microbatch: int) -> Operation:
+        """SEND_F."""
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        place = 2 * key
+        tag = self._first_tag + place
+
+        def operation(step: Step) -> None:
+            kept = step.outgoing.pop(key)
+            step.sends_in_flight[place] = [
+                (send(as_wire(tensor), peer, tag), tensor, version) for tensor, version in kept
+            ]
+
+        return operation
+
+    def receive(self, microbatch: int) -> Operation:
+        """The header; what it announces is received when it is there.
+
+        A transport that knows messages by their tags can do that when the value is needed. With another one it has to
+        be in the order of messages, so the header is waited for at once.
+        """
+        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        tag = self._first_tag + 2 * key
+        tagged = self._transport.model.lanes == "message"
+
+        def announced(step: Step) -> None:
+            header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
+            step.receiving[key] = header, receive(header, peer, tag)
+            if not tagged:
+                step.receiving[key] = self._announced(header, step.receiving[key][1], tag)
+
+        return announced
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with."""
+        key = self._base + microbatch
+        tag = self._first_tag + 2 * key
+        tagged, progress = self._transport.model.lanes == "message", self._transport.progress
+
+        def take(step: Step) -> Taken:
+            coming: Any = step.receiving.pop(key)
+            progress.waiting = True
+            meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
+            for transfer in pending:
+                transfer.wait()
+            progress.waiting = False
+            value = self._with_samples(step, microbatch, meta.unflatten(buffers))
+            if isinstance(value, str) and value == ABSENT:
+                return None
+            inputs = [
+                buffer.requires_grad_()
+                for buffer, one in zip(buffers, meta.tensors, strict=True)
+                if one.requires_grad and torch.is_grad_enabled()
+            ]
+            watched = watch_shared(structure_of(value, []), buffers, meta.shared) if meta.shared else None
+            return as_arguments(value), inputs, watched
+
+        return take
+
+    def _with_samples(self, step: Step, microbatch: int, told: Any) -> Any:
+        """The value in what was sent: the number of samples, if it is known, goes before it."""
+        if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], int | None):
+            raise MetadataError(f"what {self._sender} sent to {self._receiver} does not begin with a number of samples")
+        if told[0] is not None:
+            step.samples[microbatch] = told[0]
+        return told[1]
+
+    def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[ValueSpec, Tensors, Sequence[Any]]:
+        """Read a header, and receive what it announces."""
+        transfer.wait()
+        try:
+            meta = read_header(header)
+            if isinstance(meta, int):
+                overflow = torch.empty(meta, dtype=torch.uint8, device=self._device)
+                self._transport.receive(overflow, self._peer, tag).wait()
+                meta = read_header(header, overflow)
+        except MetadataError as error:
+            told = f"what {self._sender} announced to {self._receiver} is damaged: {error}"
+            raise MetadataError(told) from error
+        meta = cast("ValueSpec", meta)
+        # In inference mode changes of a new tensor would not be counted.
+        with torch.inference_mode(False) if meta.shared else nullcontext():
+            buffers = [one.empty(self._device) for one in meta.tensors]
+        return meta, buffers, [self._transport.receive(as_wire(buffer), self._peer, tag) for buffer in buffers]
+
+    def send_gradients(self, microbatch: int) -> Operation:
+        """SEND_B."""
+        return self._send_gradients(microbatch)
+
+    def receive_gradients(self, microbatch: int) -> Operation:
+        """RECV_B."""
+        key = self._base + microbatch
+
+        def operation(step: Step) -> None:
+            if key in step.metas:  # else it is asked for ahead of the forward, and received when it is needed
+                self._post_gradients(step, key)
+
+        return operation
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key = self._base + microbatch
+        take = super().take_gradients(microbatch)
+
+        def take_posted(step: Step) -> Sequence[torch.Tensor | None]:
+            if key not in step.receiving_gradients:
+                self._post_gradients(step, key)
+            return take(step)
+
+        return take_posted
+
+    def _post_gradients(self, step: Step, key: int) -> None:
+        buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
+        receive, peer, tag = self._transport.receive, self._peer, 2 * key + 1
+        step.receiving_gradients[key] = buffers, [receive(as_wire(buffer), peer, tag) for buffer in buffers]

@@ -1,0 +1,81 @@
+"""What edges between ranks have in common: gradients, whose shapes follow from the activations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from penstock.execution.edges import (
+    GiveGradients,
+    TakeGradients,
+    Tensors,
+    fill_missing,
+    to_layout_of,
+    version_of,
+)
+from penstock.execution.value_spec import as_wire
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from penstock.execution.step import Operation, Step
+    from penstock.execution.transport import Link
+
+
+class RemoteEdge:
+    """What the two kinds of edges between ranks have in common: gradients, whose shapes the activations tell."""
+
+    def __init__(self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device) -> None:
+        self._stage = stage
+        self._base = stage * microbatches
+        self._transport = transport
+        self._peer = peer
+        self._device = device
+
+    @property
+    def _sender(self) -> str:
+        return f"stage {self._stage}"
+
+    @property
+    def _receiver(self) -> str:
+        return f"stage {self._stage + 1}"
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
+            step.outgoing_gradients[key] = [
+                to_layout_of(gradient, tensor)
+                for gradient, tensor in zip(fill_missing(gradients, inputs), inputs, strict=True)
+            ]
+
+        return give
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:
+        """Get the gradients of the outputs."""
+        key, progress = self._base + microbatch, self._transport.progress
+
+        def take(step: Step) -> Tensors:
+            buffers: Tensors
+            buffers, pending = step.receiving_gradients.pop(key)
+            progress.waiting = True
+            for transfer in pending:
+                transfer.wait()
+            progress.waiting = False
+            return buffers
+
+        return take
+
+    def _send_gradients(self, microbatch: int) -> Operation:
+        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        tag = 2 * key + 1
+
+        def operation(step: Step) -> None:
+            tensors = step.outgoing_gradients.pop(key)
+            step.sends_in_flight[tag] = [
+                (send(as_wire(tensor), peer, tag), tensor, version_of(tensor)) for tensor in tensors
+            ]
+
+        return operation
