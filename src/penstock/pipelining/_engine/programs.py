@@ -17,7 +17,8 @@ from penstock.execution.transport import Progress
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import releases_of
 from penstock.pipelining._engine.methods import CallConvention, MethodOperations, ScaleGradients
-from penstock.pipelining._engine.native import Native, can_run_natively, facts_of
+from penstock.pipelining._engine.native import Native
+from penstock.pipelining._engine.native_rows import can_run_natively, facts_of
 from penstock.pipelining._engine.selection import Mode
 from penstock.pipelining._schedule.actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule.passes import OrderError

@@ -1,0 +1,187 @@
+"""Edges between the stages of the drop-in, over the user's own group: one plain tensor each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from penstock.execution.autograd import gradient_edge
+from penstock.execution.edges import fill_missing as fill_missing
+from penstock.execution.edges import keep
+from penstock.execution.edges.local import LocalEdge
+from penstock.execution.edges.negotiated import NegotiatedEdge
+from penstock.execution.edges.single_tensor import SingleTensorEdge
+from penstock.execution.transport import Progress
+from penstock.execution.trees import TENSOR
+from penstock.execution.value_spec import ValueSpec
+from penstock.graph.comm_model import CommModel
+from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple, gloo_of, spec_of, to_wire
+from penstock.pipelining._utils import InferenceMode, PipeliningMetadataError, _TensorMeta
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.autograd.graph import GradientEdge
+
+    from penstock.execution.edges import Give, GiveGradients
+    from penstock.execution.step import Step
+
+
+class GroupLink:
+    """Moves tensors over the group of the stages, as ``dist.isend`` and ``dist.irecv`` do. It is open during a step."""
+
+    def __init__(self, stage: Any) -> None:
+        self.model = CommModel("rendezvous", lanes="message")
+        self.progress = Progress()
+        self._stage = stage
+        self._group: Any = None
+        self._send: Any = None
+        self._receive: Any = None
+
+    def open(self) -> None:
+        """Look up the group, and what carries its tensors: a call of the group takes twice as long."""
+        self._group = self._stage.group or dist.distributed_c10d._get_default_group()
+        carrier = gloo_of(self._group, torch.device(self._stage.device)) or self._group
+        self._send, self._receive = carrier.send, carrier.recv
+
+    def close(self) -> None:
+        """Let go of the group, which may end before the next step."""
+        self._group = self._send = self._receive = None
+
+    def send(self, tensor: torch.Tensor, peer: int, _tag: int) -> Any:
+        """Post a send."""
+        if tensor.is_complex():
+            return dist.isend(tensor, group=self._group, group_dst=peer)
+        return self._send([tensor], peer, 0)
+
+    def receive(self, tensor: torch.Tensor, peer: int, _tag: int) -> Any:
+        """Post a receive."""
+        if tensor.is_complex():
+            return dist.irecv(tensor, group=self._group, group_src=peer)
+        return self._receive([tensor], peer, 0)
+
+
+class _Output:
+    """What goes over an edge from a stage of this rank: one tensor, as the stages agreed before the first step.
+
+    An output may stop to require a gradient; one that starts to is refused, since the next stage sends none.
+    """
+
+    def __init__(self, stage: Any, *, trains: bool) -> None:
+        self._stage = stage
+        self._refuses_gradients = trains and stage._inference_mode == InferenceMode.DYNAMIC
+
+    def only(self, output: Any, microbatch: int) -> torch.Tensor:
+        """The tensor in what a module returned."""
+        if type(output) is torch.Tensor:
+            return output
+        outputs = _normalize_model_output_as_tuple(output)
+        if len(outputs) != 1 or not isinstance(outputs[0], torch.Tensor):
+            found = ", ".join(type(one).__name__ for one in outputs)
+            raise PipeliningMetadataError(f"{self._named(microbatch)} is ({found}), but one tensor was agreed")
+        return outputs[0]
+
+    def check(self, tensor: torch.Tensor, microbatch: int, *, returns: bool) -> None:
+        """Refuse a tensor that is not what was agreed."""
+        (meta,) = self._stage._metas_of(microbatch).outputs
+        to_wire(tensor, spec_of(meta), self._named(microbatch))
+        if tensor.requires_grad and not returns and self._refuses_gradients:
+            raise self._stage._unagreed_gradient(microbatch, 0)
+
+    def _named(self, microbatch: int) -> str:
+        return f"stage {self._stage.stage_index} microbatch {microbatch} output 0"
+
+
+class StageEdge(SingleTensorEdge):
+    """An edge between ranks over which one tensor goes, and its gradient comes back."""
+
+    def __init__(self, output: _Output, *given: Any) -> None:
+        super().__init__(*given)
+        self._output = output
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, (spec,), agreed = self._base + microbatch, self._metas[microbatch].tensors, self._output
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            tensor = output if type(output) is torch.Tensor else agreed.only(output, microbatch)
+            if not spec.matches(tensor, gradients=False):
+                agreed.check(tensor, microbatch, returns=True)
+            dense = spec.to_layout(tensor)
+            step.outgoing[key] = dense, dense._version
+            return (gradient_edge(tensor),) if tensor.requires_grad else ()
+
+        return give
+
+
+class StageEdgeWithoutGradient(NegotiatedEdge):
+    """An edge between ranks over which one tensor goes, and nothing comes back."""
+
+    def __init__(self, output: _Output, *given: Any) -> None:
+        super().__init__(*given)
+        self._output = output
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        key, (spec,), agreed = self._base + microbatch, self._metas[microbatch].tensors, self._output
+
+        def give(step: Step, output: Any) -> Sequence[GradientEdge]:
+            tensor = agreed.only(output, microbatch)
+            if tensor.requires_grad or not spec.matches(tensor, gradients=False):
+                agreed.check(tensor, microbatch, returns=False)
+            step.outgoing[key] = [keep(spec.to_layout(tensor))]
+            return ()
+
+        return give
+
+
+class StageLocalEdge(LocalEdge):
+    """An edge between two stages of one rank over which one tensor goes."""
+
+    def __init__(self, output: _Output, stage: int, microbatches: int) -> None:
+        super().__init__(stage, microbatches)
+        self._output = output
+
+    def give(self, microbatch: int) -> Give:
+        """Keep an output for the next stage."""
+        give, agreed = super().give(microbatch), self._output
+        return lambda step, output: give(step, agreed.only(output, microbatch))
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:
+        """Keep the gradients of the inputs for the stage before; zeros for one that nothing depends on."""
+        key = self._base + microbatch
+
+        def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]) -> None:
+            step.local_gradients[key] = fill_missing(gradients, inputs)
+
+        return give
+
+
+def edges_of(stages: Mapping[int, Any], microbatches: int, link: GroupLink, *, trains: bool) -> dict[int, Any]:
+    """The edges to and from the stages of a rank, by the stage that they come from."""
+    touched = {source for index in stages for source in (index - 1, index)}
+    last = next(iter(stages.values())).num_stages - 1
+    return {
+        source: _edge(source, stages, microbatches, link, trains=trains) for source in touched if 0 <= source < last
+    }
+
+
+def _edge(source: int, stages: Mapping[int, Any], microbatches: int, link: GroupLink, *, trains: bool) -> Any:
+    """The edge from a stage to the next one, of which one at least is on this rank."""
+    if source in stages and source + 1 in stages:
+        return StageLocalEdge(_Output(stages[source], trains=trains), source, microbatches)
+    stage = stages[source] if source in stages else stages[source + 1]
+    peer = stage.stage_index_to_group_rank[source + 1 if source in stages else source]
+    metas = [_value_meta(stage, source in stages, microbatch) for microbatch in range(microbatches)]
+    returns = trains and metas[0].requires_grad
+    specs = [ValueSpec(TENSOR, (spec_of(meta, requires_grad=returns),)) for meta in metas]
+    kind = StageEdge if returns else StageEdgeWithoutGradient
+    return kind(_Output(stage, trains=trains), source, link, peer, torch.device(stage.device), specs)
+
+
+def _value_meta(stage: Any, is_source: bool, microbatch: int) -> _TensorMeta:
+    metas = stage._metas_of(microbatch)
+    ((meta,)) = metas.outputs if is_source else metas.inputs
+    return cast("_TensorMeta", meta)
