@@ -188,7 +188,7 @@ def test_parts_are_views():
             [torch.ones(3, 9)],
             None,
             "value[0]",
-            "value[0] of shape [3, 9] cannot be split into 4 microbatches: it has 3 along dimension 0; give at least 4",
+            "value[0] of shape [3, 9] cannot be split into 4 microbatches: it has 3 along dimension 0; pass at least 4",
         ),
         ([torch.ones(3, 9)], [TensorChunkSpec(2)], "value[0]", "value[0] of shape [3, 9] has no dimension 2 to split"),
         (
@@ -204,16 +204,16 @@ def test_parts_are_views():
             "value.right",
             "value.left of shape [8] and value.right of shape [6] have 8 and 6 samples; write TensorChunkSpec(dim)",
         ),
-        ([Microbatches([1, 2])], None, "value[0]", "value[0] is given as 2 microbatches, but 4 are run"),
+        ([Microbatches([1, 2])], None, "value[0]", "value[0] is given as 2 microbatches, but the schedule has 4"),
         (torch.ones(8), 0, "value", "the spec of value is 0; write TensorChunkSpec(dim), Replicate, or containers"),
-        ({"a": 1}, {"b": None}, "value", "the spec of value has 'b', which value has not"),
+        ({"a": 1}, {"b": None}, "value", "the spec of value has 'b', which is not in value"),
         ([[1, 2]], [[None]], "value[0]", "the spec of value[0] is for 1 values, but value[0] holds 2"),
-        ([1], [(Replicate,)], "value[0]", "the spec of value[0] is for 1 values, but value[0] is no container"),
+        ([1], [(Replicate,)], "value[0]", "the spec of value[0] is for 1 values, but value[0] is not a container"),
         (
             {"u": Unknown(torch.ones(8))},
             None,
             "value['u']",
-            "value['u'] is a Unknown that holds tensors, and how to split it is not known; call register_splitter(Unk",
+            "value['u'] is a Unknown that contains tensors, and it has no splitter; call register_splitter(Unk",
         ),
     ],
 )
@@ -237,7 +237,7 @@ def test_target_and_arguments_must_agree():
 
 
 def test_the_number_of_microbatches_must_be_one_at_least():
-    with pytest.raises(MicrobatchError, match="0 microbatches cannot be made"):
+    with pytest.raises(MicrobatchError, match="must be at least 1, got 0"):
         split(torch.ones(8), None, 0)
 
 
@@ -323,7 +323,7 @@ def test_replicated_outputs_are_compared():
         ([(1, "a"), (1, "b")], None, "output[1] differs between microbatches ('a' and 'b')"),
         ([1, 1.0], None, "output differs between microbatches (1 and 1.0)"),
         ([torch.ones(1), None], None, "output differs between microbatches (float32[1] and None)"),
-        ([(1,), [1]], None, "microbatch 1 gives another structure of output than microbatch 0"),
+        ([(1,), [1]], None, "microbatch 1 returned output with a different structure from microbatch 0"),
         (
             [{"y": torch.ones(1, 2)}, {"y": torch.ones(1, 3)}],
             None,
@@ -434,7 +434,7 @@ def test_a_type_with_its_own_splitter(ragged_splitter):
             2,
             r"value\[0\] of shape \[4\] and value\[1\] have 4 and 2 samples",
         ),
-        ((Ragged([[1], [2]]),), TensorChunkSpec(1), 2, r"value\[0\] is a Ragged, which its splitter splits, not along"),
+        ((Ragged([[1], [2]]),), TensorChunkSpec(1), 2, r"value\[0\] is a Ragged, which has a registered splitter"),
         ((Ragged([[1], [2]]),), None, 3, r"value\[0\] cannot be split into 3 microbatches"),
     ],
 )
@@ -446,7 +446,7 @@ def test_a_type_with_its_own_splitter_must_fit(ragged_splitter, value, spec, mic
 def test_a_splitter_must_make_as_many_as_asked():
     register_splitter(Ragged, lambda value, microbatches: [value])
     try:
-        with pytest.raises(MicrobatchError, match="the splitter of Ragged has made 1 microbatches of value, not 2"):
+        with pytest.raises(MicrobatchError, match="the splitter of Ragged returned 1 microbatches of value, not 2"):
             split(Ragged([]), None, 2)
         with pytest.raises(MicrobatchError, match="output differs between microbatches"):
             merge([Ragged([]), Ragged([])])

@@ -1173,6 +1173,6 @@ def test_what_gradients_are_made_of_is_not_changed_between_the_halves(module: nn
     _, weights = splitter().input_backward([get_gradient_edge(y)], [torch.ones_like(y)], [x])
     with torch.no_grad():
         x.mul_(100)
-    with pytest.raises(StageError, match=rf"shape \({', '.join(map(str, shape))}\) was changed in place between"):
+    with pytest.raises(StageError, match=rf"shape \({', '.join(map(str, shape))}\) was modified in place between"):
         weights()
     assert all(parameter.grad is None for parameter in module.parameters())

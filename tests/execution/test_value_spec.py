@@ -161,9 +161,12 @@ def test_an_agreed_layout_is_arranged():
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.eye(3).to_sparse(), "a sparse_coo tensor cannot go"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "a nested tensor cannot go"),
-        (TwoTensor(torch.ones(1), torch.ones(1)), "a TwoTensor cannot go from stage to stage; pass the tensors in it"),
+        (torch.eye(3).to_sparse(), "a sparse_coo tensor cannot be sent"),
+        (
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            "a nested tensor cannot be sent",
+        ),
+        (TwoTensor(torch.ones(1), torch.ones(1)), "a TwoTensor cannot be sent between stages; pass the tensors in it"),
     ],
 )
 def test_only_plain_tensors_go_from_stage_to_stage(tensor, message):
@@ -234,12 +237,12 @@ def test_nan_equals_itself():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ((1, {"pair": Pair(1, 2)}), r"output\[1\]\['pair'\] is a Pair, which cannot go"),
+        ((1, {"pair": Pair(1, 2)}), r"output\[1\]\['pair'\] is a Pair, which cannot be sent"),
         (Hidden(torch.ones(1)), "output is a Hidden"),
         ([OrderedDict(a=1)], r"output\[0\] is a OrderedDict"),
         ([Colour.RED], r"output\[0\] is a Colour"),
         ({"sizes": torch.Size([1])}, r"output\['sizes'\] is a Size"),
-        ({1: torch.ones(1)}, "output has the key 1; between stages, keys are text"),
+        ({1: torch.ones(1)}, "output has the key 1; between stages, keys must be strings"),
         ([2**63], r"output\[0\] is an integer of more than 64 bits"),
         ({1, 2}, "output is a set"),
         (b"bytes", "output is a bytes"),
@@ -255,7 +258,7 @@ def test_what_cannot_go_is_named(value, message):
 def test_a_list_that_holds_itself_is_refused():
     endless = []
     endless.append(endless)
-    with pytest.raises(MetadataError, match="does it hold itself"):
+    with pytest.raises(MetadataError, match="does it contain itself"):
         describe(endless)
 
 
@@ -273,27 +276,28 @@ def test_the_wrong_number_of_tensors_is_refused():
         (
             (1, {"h": torch.ones(4, 128)}),
             (1, {"h": torch.ones(4, 96)}),
-            "stage 1 gives stage 2 not what was agreed: output[1]['h'] is float32[4, 96], agreed was float32[4, 128]; "
+            "the output of stage 1 is not what stage 2 expects: "
+            "output[1]['h'] is float32[4, 96], but float32[4, 128] was agreed; "
             'if shapes vary between microbatches, pass shapes="per_microbatch"',
         ),
         (
             torch.ones(2),
             torch.ones(2, dtype=torch.float64),
-            "output is float64[2], agreed was float32[2]",
+            "output is float64[2], but float32[2] was agreed",
         ),
         (
             [torch.ones(2, requires_grad=True)],
             [torch.ones(2)],
-            "output[0] has requires_grad=False, agreed was True; a stage must need the gradient",
+            "output[0] has requires_grad=False, but True was agreed; a stage must need the gradient",
         ),
         (
             (torch.ones(2), 0.5),
             (torch.ones(2), 0.7),
-            "output[1] is 0.7, agreed was 0.5; if what a stage returns varies",
+            "output[1] is 0.7, but 0.5 was agreed; if what a stage returns varies",
         ),
-        ((torch.ones(2), None), (torch.ones(2), torch.ones(2)), "output[1] is a tensor, agreed was None"),
-        ((torch.ones(2),), (torch.ones(2),) * 2, "output is a tuple of 2, agreed was a tuple of 1"),
-        ({"a": 1}, {"b": 1}, "output is a dict with the keys 'b', agreed was a dict with the keys 'a'"),
+        ((torch.ones(2), None), (torch.ones(2), torch.ones(2)), "output[1] is a tensor, but None was agreed"),
+        ((torch.ones(2),), (torch.ones(2),) * 2, "output is a tuple of 2, but a tuple of 1 was agreed"),
+        ({"a": 1}, {"b": 1}, "output is a dict with the keys 'b', but a dict with the keys 'a' was agreed"),
     ],
 )
 def test_a_mismatch_names_both_sides(agreed, found, message):
@@ -437,8 +441,8 @@ TWO_TENSORS = b"\x07\2\0\0\0" + 2 * tensor_body([2], [1])
     ("data", "message"),
     [
         (b"", "0 bytes are too few"),
-        (sealed(b"\0", magic=b"NOPE"), "begins with b'PENS', not b'NOPE'"),
-        (sealed(b"\0", version=1), "version 1, this penstock reads 2"),
+        (sealed(b"\0", magic=b"NOPE"), "starts with b'PENS', not b'NOPE'"),
+        (sealed(b"\0", version=1), "version 1, but this penstock reads 2"),
         (sealed(b""), "cannot have 14 bytes"),
         (struct.pack("<4sHII", b"PENS", VERSION, MAX_BYTES + 1, 0), f"cannot have {MAX_BYTES + 1} bytes"),
         (sealed(b"\0")[:-1] + b"\1", "checksum"),
@@ -447,11 +451,11 @@ TWO_TENSORS = b"\x07\2\0\0\0" + 2 * tensor_body([2], [1])
         (sealed(b"\0" + groups((0, 1))), "tensors [0, 1] of 0 cannot share memory"),
         (sealed(TWO_TENSORS + groups((0, 1), (1,))), "tensors [0, 1, 1] of 2 cannot share memory"),
         (sealed(TWO_TENSORS + groups((0, 2))), "tensors [0, 2] of 2 cannot share memory"),
-        (sealed(b"\x0b"), "the tag 11"),
+        (sealed(b"\x0b"), "the unknown tag 11"),
         (sealed(b"\5\xff\xff\xff\xff"), "ends too early"),
         (sealed(b"\x07\xff\xff\xff\xff"), "ends too early"),
         (sealed(b"\5\1\0\0\0\xff"), "not UTF-8"),
-        (sealed(b"\x09\2\0\0\0" + b"\1\0\0\0a\0" * 2), "a key twice"),
+        (sealed(b"\x09\2\0\0\0" + b"\1\0\0\0a\0" * 2), "a duplicate key"),
         (sealed(b"\x08\1\0\0\0" * 40 + b"\0"), "32 levels"),
         (sealed(b"\x08\xff\xff\1\0" + b"\0" * 0x1FFFF), "at most 65536 nodes"),
         (sealed(tensor_body([2], [1], code=200)), "no tensor has element type 200"),
@@ -473,7 +477,7 @@ def test_what_cannot_be_encoded_is_told():
     with pytest.raises(MetadataError, match="is too long to send"):
         encode(describe("x" * MAX_BYTES))
     meta = ValueSpec(TENSOR, (TensorSpec((1,), torch.quint8, False, (1,)),))
-    with pytest.raises(MetadataError, match=r"quint8\[1\] cannot go from stage to stage"):
+    with pytest.raises(MetadataError, match=r"quint8\[1\] cannot be sent between stages"):
         encode(meta)
 
 

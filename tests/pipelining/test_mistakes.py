@@ -19,8 +19,8 @@ from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbe
 @pytest.mark.parametrize(
     ("kind", "mine", "told"),
     [
-        (ScheduleZBVZeroBubble, [0, 2], r"has the stages \[0, 2\], and its order is for the stages \[0, 3\]"),
-        (ScheduleInterleaved1F1B, [0, 3], r"has the stages \[0, 3\], and its order is for the stages \[0, 2\]"),
+        (ScheduleZBVZeroBubble, [0, 2], r"holds stages \[0, 2\], but its schedule runs stages \[0, 3\]"),
+        (ScheduleInterleaved1F1B, [0, 3], r"holds stages \[0, 3\], but its schedule runs stages \[0, 2\]"),
     ],
 )
 def test_stages_of_another_placement_are_refused_before_anybody_waits(kind, mine, told):
@@ -56,7 +56,7 @@ def test_a_peer_that_ends_while_shapes_are_agreed_is_not_taken_for_another_versi
     def receive(_tensor):
         raise RuntimeError("Connection closed by peer")
 
-    with pytest.raises(PipeliningMetadataError, match=r"has failed or ended.*Connection closed by peer") as raised:
+    with pytest.raises(PipeliningMetadataError, match=r"failed or exited.*Connection closed by peer") as raised:
         decode(receive)
     assert "version" not in str(raised.value)
 
@@ -89,7 +89,7 @@ def test_a_detached_loss_is_refused_in_halves_too():
     with fake_group():
         stages = [PipelineStage(layers(1)[0], index, 2, CPU) for index in range(2)]
         schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=lambda y, target: averaged(y.detach(), target))
-        with pytest.raises(RuntimeError, match="the output of the last stage does: is it detached in loss_fn"):
+        with pytest.raises(RuntimeError, match="the output of the last stage does; does loss_fn detach it"):
             schedule.step(numbers(1, 4, WIDTH), target=numbers(2, 4, WIDTH))
 
 

@@ -137,8 +137,8 @@ REFUSED = [
     (8, SHARDED, WHOLE, r"target has 8 samples, of which this rank holds all, but .* of which this rank holds 4"),
     (8, WHOLE, SHARDED, r"target has 8 samples, of which this rank holds 4, but .* of which this rank holds all"),
     (8, PLAIN, SHARDED, r"target has 8 samples, of which this rank holds 4, but .* of which this rank holds all"),
-    (6, SHARDED, SHARDED, r"args\[0\] has 6 samples, of which this rank holds 3, and each rank splits its own"),
-    (5, SHARDED, SHARDED, r"args\[0\] has 5 samples, of which this rank holds [23], and each rank splits its own"),
+    (6, SHARDED, SHARDED, r"args\[0\] has 6 samples, of which this rank holds 3; each rank splits its own"),
+    (5, SHARDED, SHARDED, r"args\[0\] has 5 samples, of which this rank holds [23]; each rank splits its own"),
 ]
 
 

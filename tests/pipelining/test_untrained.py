@@ -71,7 +71,7 @@ def test_a_last_stage_that_detaches_is_refused(kind: type, last: Callable[[], nn
 
 @pytest.mark.parametrize("module", [Cut, Checkpointed])
 def test_a_single_stage_that_is_not_trained_is_refused(module: Callable[[], nn.Module]) -> None:
-    with pytest.raises(RuntimeError, match=r"stage 0: neither .* though parameters of the stage do"):
+    with pytest.raises(RuntimeError, match=r"stage 0: neither .* although parameters of the stage do"):
         step(ScheduleGPipe, module())
 
 

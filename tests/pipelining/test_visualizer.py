@@ -131,7 +131,7 @@ def test_mistakes_say_what_to_pass():
     ("given", "message"),
     [
         ([["0F0", "0B0"], ["1F0"]], "0B0 on rank 0"),
-        ([["0F0", "0SEND_F0"]], "0SEND_F0 is no compute action"),
+        ([["0F0", "0SEND_F0"]], "0SEND_F0 is not a compute action"),
     ],
 )
 def test_rows_that_cannot_be_spaced(given, message):

@@ -244,10 +244,10 @@ def test_a_custom_action_that_forgets_something() -> None:
     assert "two halves" not in str(error)
 
 
-def test_a_model_that_is_random_is_told() -> None:
+def test_a_model_that_is_random_is_reported() -> None:
     for error in probe(lambda index: Noisy() if index else Block(), "ZBVZeroBubble", 2):
         assert isinstance(error, StageError)
-        assert "draws random numbers of its own" in str(error)
+        assert "a generator that is not restored" in str(error)
 
 
 def test_everything_is_left_as_it_was() -> None:
@@ -399,8 +399,8 @@ def test_reductions_that_cannot_be_checked() -> None:
 
     unchecked: list[tuple[Any, dict[str, Any], str]] = [
         (few, {}, "loss_fn fails for the whole batch, with ValueError: too many samples"),
-        (another, {}, "loss_fn gives another loss when it is called again"),
-        (mse_loss, {"output_spec": Microbatches}, "output_spec keeps the outputs of the microbatches apart"),
+        (another, {}, "loss_fn returns a different loss when called again"),
+        (mse_loss, {"output_spec": Microbatches}, "output_spec keeps the outputs of the microbatches separate"),
     ]
     for loss_fn, settings, why in unchecked:
         found = [str(one) for one in reduced(loss_fn, y, **settings)]
@@ -420,7 +420,7 @@ def test_a_number_for_each_microbatch() -> None:
     with Pipeline({0: model}, schedule, loss_fn=lambda output, _: output.mean()) as pipe:
         x, y = batch()
         found = pipe.check_parity(x, target=y)
-    assert "gives a number for each microbatch" in found.reduction.unchecked
+    assert "returns one number per microbatch" in found.reduction.unchecked
 
 
 def test_targets_that_are_split_already() -> None:
@@ -520,7 +520,9 @@ def test_a_hook_that_changes_data() -> None:
     torch.manual_seed(0)
     before = list(nn.Linear(WIDTH, WIDTH).double().parameters())
     (told,) = probe(lambda _: nn.Linear(WIDTH, WIDTH), "ZBVZeroBubble", prepare=prepare)
-    assert re.match(r"the parameter \w+ of stage 0 was changed while .* does a hook step an optimizer\?", str(told))
+    assert re.match(
+        r"the parameter \w+ of stage 0 changed during check_parity .* does a hook step an optimizer\?", str(told)
+    )
     assert all(torch.equal(*pair) for pair in zip(parameters, before, strict=True))
 
 
@@ -548,7 +550,7 @@ def test_a_hook_that_steps_an_optimizer(every: int) -> None:
 
     expected = {
         1: "rank 1 failed in 1I1 .* modified by an inplace operation",  # by autograd
-        2: r"the parameter \w+ of stage 1 was changed while .* does a hook step an optimizer\?",
+        2: r"the parameter \w+ of stage 1 changed during check_parity .* does a hook step an optimizer\?",
     }
     for told in run_in_threads(worker, 2, timeout=60):
         assert re.match(expected[every], told), told

@@ -85,7 +85,7 @@ def test_random_numbers_of_python_and_of_modules() -> None:
 def test_check_parity_leaves_them_too() -> None:
     module = Drawing()
     state, own = random.getstate(), module.generator.get_state()
-    with pipe_of(module) as pipe, pytest.raises(ps.errors.StageError, match="draws random numbers of its own"):
+    with pipe_of(module) as pipe, pytest.raises(ps.errors.StageError, match="a generator that is not restored"):
         pipe.check_parity(torch.ones(4, 4), target=torch.zeros(4, 4))
     assert random.getstate() == state
     assert torch.equal(module.generator.get_state(), own)

@@ -412,16 +412,16 @@ CHANGES = {
     "constant": lambda out: out.detach(),
 }
 SAID = {
-    "larger": "output is float32[1200, 3], agreed was float32[2, 3]",
-    "smaller": "output is float32[1, 3], agreed was float32[2, 3]",
-    "turned": "output is float32[3, 2], agreed was float32[2, 3]",
-    "double": "output is float64[2, 3], agreed was float32[2, 3]",
-    "tuple": "output is a tuple of 2, agreed was a tensor",
-    "dict": "output is a dict with the keys 'x', agreed was a tensor",
-    "number": "output is 3, agreed was a tensor",
-    "set": "set, which cannot go from stage to stage",
+    "larger": "output is float32[1200, 3], but float32[2, 3] was agreed",
+    "smaller": "output is float32[1, 3], but float32[2, 3] was agreed",
+    "turned": "output is float32[3, 2], but float32[2, 3] was agreed",
+    "double": "output is float64[2, 3], but float32[2, 3] was agreed",
+    "tuple": "output is a tuple of 2, but a tensor was agreed",
+    "dict": "output is a dict with the keys 'x', but a tensor was agreed",
+    "number": "output is 3, but a tensor was agreed",
+    "set": "set, which cannot be sent between stages",
     "sparse": "sparse",
-    "constant": "output has requires_grad=False, agreed was True",
+    "constant": "output has requires_grad=False, but True was agreed",
 }
 
 
@@ -467,7 +467,7 @@ def check_odd_values(results):
             assert "MetadataError: " in str(error) or change in ("set", "sparse")
             assert SAID[change] in str(error)
             if change not in ("set", "sparse"):
-                assert "stage 1 gives stage 2 not what was agreed" in str(error)
+                assert "the output of stage 1 is not what stage 2 expects" in str(error)
             assert error.seconds < SOON
 
 
@@ -619,7 +619,7 @@ def test_garbage_in_place_of_a_header(workers):
         assert isinstance(errors[0], StepError)
         assert (errors[0].rank, errors[0].action) == (1, "1F0")
         if kind != "a huge tensor":
-            assert "what stage 0 announced to stage 1 is damaged: " in str(errors[0]), kind
+            assert "could not decode the header that stage 0 sent to stage 1: " in str(errors[0]), kind
         assert max(error.seconds for error in errors) < SOON
     assert max(memory for _, memory in results) < 4_000_000  # kB; a hundred times that was announced
 
@@ -688,7 +688,7 @@ def check_garbage_words(results, kinds):
         errors = [found[number] for found in results]
         if not inferred and kind in ("nothing", "an unknown kind", "fewer microbatches"):
             continue  # says of no stage, or of another one, that which is not needed here
-        text = "what stage 0 announced to stage 1 cannot be used: " if inferred else "of shapes is damaged: "
+        text = "stage 1 cannot use the shapes that stage 0 announced: " if inferred else "'s example shapes: "
         assert all(isinstance(error, PenstockError) and text in str(error) for error in errors), (kind, errors)
         assert max(error.seconds for error in errors) < SOON
 
@@ -711,7 +711,7 @@ def test_garbage_where_shapes_are_agreed_in_threads():
             )
 
         results = run_in_threads(worker, 3, timeout=60)
-        assert all("what stage 0 announced to stage 1 cannot be used: " in str(error) for (error,) in results)
+        assert all("stage 1 cannot use the shapes that stage 0 announced: " in str(error) for (error,) in results)
 
 
 # Errors in every other place ------------------------------------------------------------------------------------------
@@ -759,7 +759,7 @@ def wrong_function(action, context):
 
 
 class Wrapped(TwoTensor):
-    """A kind of tensor that cannot go from stage to stage."""
+    """A kind of tensor that cannot be sent between stages."""
 
 
 #: For each: on which rank of two it happens, and what all ranks say.
@@ -767,7 +767,7 @@ PLACES = {
     "dry run": (0, "stage 0 failed in the dry run that finds shapes, with inputs float32[2, 3]: KeyError: 'dry'"),
     "dry run of the last but one": (1, "stage 1 failed in the dry run that finds shapes, with inputs float32[2, 3]"),
     "batch": (0, "cannot be split into 3 microbatches"),
-    "no batch": (0, "rank 0 has the first stage: call step with its arguments"),
+    "no batch": (0, "rank 0 has the first stage; call step with its arguments"),
     "target": (1, "target"),
     "loss_fn": (1, "rank 1 failed in 3F0 (stage 3, microbatch 0; inputs float32[2, 3]): InjectedError: in the loss"),
     "dw_builder": (
@@ -886,11 +886,11 @@ def test_inputs_of_an_action_whose_error_was_caught_are_not_shown_for_another():
 
 #: What rank 1 does, and what all ranks then say.
 DIFFERENT = {
-    "schedule": r"rank \d has been given another schedule than rank \d: '\w+, 3 ranks, 3 stages, 3 microbatches, \d+",
-    "microbatches": r"another schedule than rank \d: '\w+, 3 ranks, 3 stages, \d microbatches",
-    "stages": r"rank 1 needs the stages \[1\] of this schedule, and was given \[1, 2\]",
-    "shapes": r"rank \d has been given another kind of shapes than rank \d: '\w+' there, '\w+' here",
-    "share_losses": r"rank \d has been given another share_losses than rank \d: '\w+' there",
+    "schedule": r"rank \d was given a different schedule from rank \d: '\w+, 3 ranks, 3 stages, 3 microbatches, \d+",
+    "microbatches": r"a different schedule from rank \d: '\w+, 3 ranks, 3 stages, \d microbatches",
+    "stages": r"rank 1 must be given stages \[1\], not \[1, 2\]",
+    "shapes": r"rank \d was given a different kind of shapes from rank \d: '\w+' there, '\w+' here",
+    "share_losses": r"rank \d was given a different share_losses from rank \d: '\w+' there",
     "interrupted": r"rank 1 failed: KeyboardInterrupt: no message",
     "missing": r"not every rank has created its Pipeline: rank \d waited \d s for a message from rank 1;",
     "late": r"not every rank has created its Pipeline: rank \d waited \d s for a message from rank 1;",

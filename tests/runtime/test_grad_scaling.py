@@ -199,7 +199,7 @@ def test_a_setting_of_one_rank_only(settings):
     split = model()
 
     def run(transport):
-        with pytest.raises(StageError, match=f"been given another {next(iter(settings))} than"):
+        with pytest.raises(StageError, match=f"was given a different {next(iter(settings))} from"):
             pipeline(split, transport, **settings if transport.rank else {})
 
     run_in_threads(run, 2)

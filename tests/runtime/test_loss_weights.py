@@ -150,7 +150,7 @@ def test_a_mean_over_tokens_that_is_taken_for_one_over_samples(loss_fn):
     messages, right = run(loss_fn)
     assert not right
     assert len(messages) == 1  # in the first step
-    assert "so gradients are not those of the whole batch" in messages[0]
+    assert "so gradients differ from those of the whole batch" in messages[0]
     assert "pass loss_reduction='weighted' and loss_weight=lambda target: (target != " in messages[0]
 
 
@@ -182,9 +182,9 @@ def test_the_message():
     messages, _ = run(by_function)
     assert messages == [
         "loss_fn divides by 8, 3, 4, 8 (one number per microbatch), but loss_reduction='mean' counts the microbatches "
-        "as 0.25, 0.25, 0.25, 0.25 of the batch, so gradients are not those of the whole batch. For a mean over tokens "
-        "pass loss_reduction='weighted' and loss_weight=lambda target: (target != -100).sum(), or whatever else "
-        "loss_fn divides by"
+        "as 0.25, 0.25, 0.25, 0.25 of the batch, so gradients differ from those of the whole batch. For a mean over "
+        "tokens pass loss_reduction='weighted' and loss_weight=lambda target: (target != -100).sum(), or count what "
+        "else loss_fn divides by"
     ]
 
 

@@ -570,20 +570,20 @@ def all_told(errors, text, kind=PenstockError):
 
 
 def test_wrong_stages_are_told_to_every_rank():
-    all_told(mistaken("1F1B", 2, lambda given: given["stages"].update({0: nn.Identity()})), "needs the stages [1]")
-    all_told(mistaken("1F1B", 2, lambda given: given["stages"].clear()), "was given []")
+    all_told(mistaken("1F1B", 2, lambda given: given["stages"].update({0: nn.Identity()})), "must be given stages [1]")
+    all_told(mistaken("1F1B", 2, lambda given: given["stages"].clear()), "not []")
     all_told(mistaken("1F1B", 3, lambda given: given.update(stages={2: "model"})), "must be a torch.nn.Module")
-    all_told(mistaken("1F1B", 2, lambda given: given.update(stages=[nn.Identity()])), "modules by their index")
+    all_told(mistaken("1F1B", 2, lambda given: given.update(stages=[nn.Identity()])), "modules by stage index")
 
 
 def test_a_missing_loss_function_is_told_to_every_rank():
-    all_told(mistaken("1F1B", 3, lambda given: given.update(loss_fn=None)), "give loss_fn")
+    all_told(mistaken("1F1B", 3, lambda given: given.update(loss_fn=None)), "pass loss_fn")
 
 
 def test_wrong_options_are_told_to_every_rank():
-    all_told(mistaken("1F1B", 2, lambda given: given.update(loss_reduction="max")), "loss_reduction is")
-    all_told(mistaken("1F1B", 2, lambda given: given.update(shapes="guess")), "shapes is")
-    all_told(mistaken("1F1B", 2, lambda given: given.update(schedule="1F1B")), "runs a Schedule")
+    all_told(mistaken("1F1B", 2, lambda given: given.update(loss_reduction="max")), "loss_reduction must be")
+    all_told(mistaken("1F1B", 2, lambda given: given.update(shapes="guess")), "shapes must be")
+    all_told(mistaken("1F1B", 2, lambda given: given.update(schedule="1F1B")), "expected a Schedule")
 
 
 def test_a_wrong_number_of_ranks():
@@ -600,7 +600,7 @@ def test_different_schedules():
     def change(given):
         given["schedule"] = ps.build("GPipe", ranks=3, microbatches=4)
 
-    all_told(mistaken("1F1B", 3, change), "another schedule")
+    all_told(mistaken("1F1B", 3, change), "a different schedule")
 
 
 def test_a_schedule_that_would_not_run():
@@ -657,7 +657,7 @@ def test_other_shapes_than_agreed():
     errors = mistaken("1F1B", 2, call=call)
     assert all(isinstance(error, PenstockError) for error in errors), errors
     # Either rank may be the first to notice: one sees the inputs, the other the target.
-    noticed = ("microbatches changed since the first step", "of another size than the first one was")
+    noticed = ("microbatches changed since the first step", "differs in size from the first one")
     assert all(any(text in str(error) for text in noticed) for error in errors), errors
     assert mistaken("1F1B", 2, call=call, shapes="per_microbatch") == [None, None]
 
@@ -676,11 +676,11 @@ def test_an_element_type_that_changes():
 
 def test_given_shapes_that_are_wrong():
     for example, text in (
-        (torch.empty(3, 3), "agreed was float32[3, 3]"),
+        (torch.empty(3, 3), "float32[3, 3] was agreed"),
         ((torch.empty(2, 3),), "output is a tensor"),
     ):
         all_told(mistaken("1F1B", 2, shapes={0: example}), text)
-    all_told(mistaken("1F1B", 2, shapes={}), "no example of what stage 0 gives")
+    all_told(mistaken("1F1B", 2, shapes={}), "no example output of stage 0")
 
 
 def test_steps_in_inference_mode():
@@ -692,7 +692,7 @@ def test_steps_in_inference_mode():
 
 
 class Odd(nn.Module):
-    """Gives what cannot go from stage to stage."""
+    """Gives what cannot be sent between stages."""
 
     def forward(self, x):
         return {1, 2}
@@ -713,7 +713,7 @@ def test_outputs_that_cannot_be_sent():
             ),
             2,
         )
-        all_told(errors, "set, which cannot go from stage to stage")
+        all_told(errors, "set, which cannot be sent between stages")
 
 
 def mistakes_in_processes(rank, ranks, which, *, group):
@@ -744,10 +744,10 @@ def mistakes_in_processes(rank, ranks, which, *, group):
 @pytest.mark.parametrize(
     ("which", "text"),
     [
-        ("stages", "was given []"),
-        ("loss_fn", "give loss_fn"),
-        ("schedule", "another schedule"),
-        ("option", "shapes is"),
+        ("stages", "not []"),
+        ("loss_fn", "pass loss_fn"),
+        ("schedule", "a different schedule"),
+        ("option", "shapes must be"),
     ],
 )
 def test_mistakes_in_processes(workers, which, text):
@@ -758,5 +758,5 @@ def test_mistakes_in_processes(workers, which, text):
 def test_without_a_process_group():
     with pytest.raises(StageError, match="there is no process group"):
         Pipeline({0: layers(1)[0]}, ps.build("1F1B", ranks=2, microbatches=2), loss_fn=mse)
-    with pytest.raises(ScheduleError, match="runs a Schedule"):
+    with pytest.raises(ScheduleError, match="expected a Schedule"):
         Pipeline({0: layers(1)[0]}, "1F1B", loss_fn=mse)

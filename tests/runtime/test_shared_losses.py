@@ -62,5 +62,5 @@ def test_losses_of_different_kinds():
 def test_what_cannot_be_losses_is_refused(described):
     description = encode(describe(described))
     data = struct.pack("<I", len(description)) + description + bytes(8)
-    with pytest.raises(MetadataError, match=r"cannot be read|could not be decoded"):
+    with pytest.raises(MetadataError, match=r"could not decode"):
         _read(data, torch.device("cpu"))

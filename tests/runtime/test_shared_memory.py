@@ -199,7 +199,7 @@ def test_given_shapes_say_what_shares_memory():
     example = torch.empty(2, WIDTH, dtype=torch.float64, device="meta")
     apart = (example, torch.empty_like(example))
     check_gradients(stages(twice, modifies=False), "1F1B", shapes={0: apart, 1: apart})
-    advice = "let them share memory in the example"
+    advice = "share memory in the example"
     with pytest.raises(StepError, match=rf"rank 0 failed in 0F0.*output\[0\] and output\[1\] share memory.*{advice}"):
         run(stages(twice, modifies=True), "1F1B", step, shapes={0: apart, 1: (example, example)})
     with pytest.raises(StepError, match=rf"rank 1 failed in 1F0.*output\[0\] and output\[1\] share memory.*{advice}"):

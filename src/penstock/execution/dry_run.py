@@ -120,7 +120,7 @@ def _run(stage: Stage, call: Call) -> tuple[Any, Call]:
 
 def _failure(stage: Stage, call: Call, error: Exception) -> StageError:
     given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(call.args))
-    told = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
+    message = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
     by_name = stage.index == 0 and isinstance(error, TypeError) and "positional argument" in str(error)
     hint = "; pass a target by its name: step(x, target=y)" if by_name else ""
-    return StageError(f"{told}: {type(error).__name__}: {error}{hint}", stage=stage.index)
+    return StageError(f"{message}: {type(error).__name__}: {error}{hint}", stage=stage.index)

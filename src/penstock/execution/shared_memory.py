@@ -50,8 +50,8 @@ class WatchedInputs:
         if versions != self._versions:
             modified = [number for number, version in enumerate(self._versions) if versions[number] != version]
             raise StageError(
-                f"the stage modified {names(self._structure, modified, 'input')} in place, which it was not known to "
-                "do. Say so: Stage(index, module, changes_inputs=True)"
+                f"the stage modified {names(self._structure, modified, 'input')} in place, which was not declared; "
+                "pass Stage(index, module, changes_inputs=True)"
             )
 
 
@@ -76,7 +76,7 @@ class SharedInputs:
             if [tensor._version for tensor in tensors] != versions:
                 raise StageError(
                     f"the stage modified one of {names(self._structure, numbers, 'input')} in place; they share "
-                    "memory, so gradients and results would be wrong: give it a clone of one of them"
+                    "memory, so gradients and results would be wrong; pass it a clone of one of them"
                 )
 
 

@@ -138,8 +138,8 @@ class Stage:
             return (gradient_edge(loss),)
         if torch.is_grad_enabled() and _needs_gradients(output):
             raise StageError(
-                "the loss does not depend on the output of the last stage, which needs gradients: is it detached in "
-                "loss_fn, made by .item() or under no_grad?",
+                "the loss does not depend on the output of the last stage, which requires a gradient; does loss_fn "
+                "detach it, call .item() or run under no_grad?",
                 stage=self.index,
             )
         return ()

@@ -142,8 +142,8 @@ class Step:
 def sample_mismatch_error(samples: Sequence[int], targets: Sequence[int], hint: str = "") -> MicrobatchError:
     """The error for a target that is not of the size of the batch."""
     return MicrobatchError(
-        f"the target has {sum(targets)} samples (by microbatch {list(targets)}), what the first stage got has "
-        f"{sum(samples)} ({list(samples)}); give both of the same batch, or a target that is split already: "
+        f"the target has {sum(targets)} samples (by microbatch {list(targets)}), but the first stage was given "
+        f"{sum(samples)} ({list(samples)}); pass both from the same batch, or a target that is already split: "
         f"Microbatches([...]){hint}",
         name="target",
     )

@@ -152,14 +152,16 @@ def _structure(value: Any, leaves: list[torch.Tensor], path: Path) -> Structure:
 def _branch(value: Any, kind: type, leaves: list[torch.Tensor], path: Path) -> Branch:
     if len(path) >= DEEPEST:
         raise MetadataError(
-            f"{format_path('output', path[:3])}... is nested deeper than {DEEPEST} levels; does it hold itself?"
+            f"{format_path('output', path[:3])}... is nested deeper than {DEEPEST} levels; does it contain itself?"
         )
     items = value.items() if kind is dict else enumerate(value)
     keys: list[int | str] = []
     children: list[Structure] = []
     for key, child in items:
         if kind is dict and type(key) is not str:
-            raise MetadataError(f"{format_path('output', path)} has the key {key!r}; between stages, keys are text")
+            raise MetadataError(
+                f"{format_path('output', path)} has the key {key!r}; between stages, keys must be strings"
+            )
         keys.append(key)
         children.append(_structure(child, leaves, (*path, key)))
     return branch(kind, keys, children)
@@ -168,10 +170,10 @@ def _branch(value: Any, kind: type, leaves: list[torch.Tensor], path: Path) -> B
 def _refusal(value: Any, path: Path) -> str:
     name = format_path("output", path)
     if type(value) is int:
-        return f"{name} is an integer of more than 64 bits, which cannot go from stage to stage; pass it as text"
+        return f"{name} is an integer of more than 64 bits, which cannot be sent between stages; pass it as a string"
     return (
-        f"{name} is a {type(value).__qualname__}, which cannot go from stage to stage; pass tensors, numbers, text or "
-        "None in tuples, lists and dicts"
+        f"{name} is a {type(value).__qualname__}, which cannot be sent between stages; pass tensors, numbers, strings "
+        "or None in tuples, lists and dicts"
     )
 
 

@@ -203,10 +203,12 @@ def mismatch(
 ) -> MetadataError | None:
     r"""What differs between a value and what was agreed for its edge, as an error to raise; None if nothing does.
 
+    >>> import re
     >>> agreed, found = describe(torch.ones(4, 128)), describe(torch.ones(4, 96))
     >>> error = mismatch(agreed, found, sender="stage 0 on rank 0", receiver="stage 1 on rank 1")
-    >>> print(str(error).replace("; ", ";\n"))
-    stage 0 on rank 0 gives stage 1 on rank 1 not what was agreed: output is float32[4, 96], agreed was float32[4, 128];
+    >>> print(re.sub("([:;]) ", "\\1\n", str(error)))
+    the output of stage 0 on rank 0 is not what stage 1 on rank 1 expects:
+    output is float32[4, 96], but float32[4, 128] was agreed;
     if shapes vary between microbatches, pass shapes="per_microbatch"
 
     Args:
@@ -220,14 +222,14 @@ def mismatch(
     if difference is None:
         return None
     fact, advice = difference
-    return MetadataError(f"{sender} gives {receiver} not what was agreed: {fact}; {advice}")
+    return MetadataError(f"the output of {sender} is not what {receiver} expects: {fact}; {advice}")
 
 
 VARIES = 'if shapes vary between microbatches, pass shapes="per_microbatch"'
 TYPE_VARIES = 'if element types vary between microbatches, pass shapes="per_microbatch"'
 STRUCTURE_VARIES = 'if what a stage returns varies between microbatches, pass shapes="per_microbatch"'
 GRADIENT = "a stage must need the gradient of its input for every microbatch, or for none"
-SHARING = 'return a clone of one, let them share memory in the example in shapes=, too, or pass shapes="per_microbatch"'
+SHARING = 'return a clone of one, share memory in the example in shapes= as well, or pass shapes="per_microbatch"'
 
 
 def _difference(agreed: ValueSpec, found: ValueSpec, gradients: bool) -> tuple[str, str] | None:
@@ -237,12 +239,12 @@ def _difference(agreed: ValueSpec, found: ValueSpec, gradients: bool) -> tuple[s
     for path, want, have in zip(places, agreed.tensors, found.tensors, strict=True):
         name = format_path("output", path)
         if (want.shape, want.dtype) != (have.shape, have.dtype):
-            return f"{name} is {have}, agreed was {want}", VARIES if want.shape != have.shape else TYPE_VARIES
+            return f"{name} is {have}, but {want} was agreed", VARIES if want.shape != have.shape else TYPE_VARIES
         if gradients and want.requires_grad != have.requires_grad:
-            return f"{name} has requires_grad={have.requires_grad}, agreed was {want.requires_grad}", GRADIENT
+            return f"{name} has requires_grad={have.requires_grad}, but {want.requires_grad} was agreed", GRADIENT
     for group in found.shared:
         if not are_within((group,), agreed.shared):
-            return f"{names(found.structure, group, 'output')} share memory, agreed was that they do not", SHARING
+            return f"{names(found.structure, group, 'output')} share memory, which was not agreed", SHARING
     return None
 
 
@@ -259,7 +261,7 @@ def _first_difference(want: Structure, have: Structure, path: Path) -> str | Non
     return (
         None
         if want == have
-        else f"{format_path('output', path)} is {_describe_structure(have)}, agreed was {_describe_structure(want)}"
+        else f"{format_path('output', path)} is {_describe_structure(have)}, but {_describe_structure(want)} was agreed"
     )
 
 
@@ -277,9 +279,9 @@ def _refuse_unsupported(tensor: torch.Tensor) -> None:
     """Raise for a tensor whose memory is not simply its elements."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise MetadataError(f"a {kind} tensor cannot go from stage to stage; pass dense tensors that make it up")
+        raise MetadataError(f"a {kind} tensor cannot be sent between stages; pass the dense tensors that make it up")
     if is_traceable_wrapper_subclass(tensor):
-        raise MetadataError(f"a {type(tensor).__qualname__} cannot go from stage to stage; pass the tensors in it")
+        raise MetadataError(f"a {type(tensor).__qualname__} cannot be sent between stages; pass the tensors in it")
 
 
 def _name(dtype: torch.dtype) -> str:

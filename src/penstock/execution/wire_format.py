@@ -94,7 +94,7 @@ def encode(meta: ValueSpec) -> bytes:
     _write_groups(meta.shared, body)
     length = START_BYTES + len(body)
     if length > MAX_BYTES:
-        raise MetadataError(f"a description of {length} bytes is too long to send; {MAX_BYTES} are the most")
+        raise MetadataError(f"a description of {length} bytes is too long to send; the limit is {MAX_BYTES}")
     start = START.pack(MAGIC, VERSION, length)
     return start + CHECKSUM.pack(zlib.crc32(body, zlib.crc32(start))) + body
 
@@ -104,10 +104,10 @@ def decode(data: bytes) -> ValueSpec:
     """The description in these bytes. Bytes that are anything else raise a ``MetadataError``."""
     length = _read_length(data)
     if length != len(data):
-        raise MetadataError(f"the description should have {length} bytes and has {len(data)}")
+        raise MetadataError(f"the description should have {length} bytes, but has {len(data)}")
     (checksum,) = CHECKSUM.unpack_from(data, START.size)
     if checksum != zlib.crc32(data[START_BYTES:], zlib.crc32(data[: START.size])):
-        raise MetadataError("the checksum of the description is wrong")
+        raise MetadataError("checksum mismatch in the description")
     reader = _Reader(data, START_BYTES)
     structure = reader.node(0)
     shared = reader.groups()
@@ -122,10 +122,10 @@ def _read_length(data: bytes) -> int:
         raise MetadataError(f"{len(data)} bytes are too few for a description")
     magic, version, length = START.unpack_from(data)
     if magic != MAGIC:
-        raise MetadataError(f"a description begins with {MAGIC!r}, not {magic!r}")
+        raise MetadataError(f"a description starts with {MAGIC!r}, not {magic!r}")
     if version != VERSION:
         raise MetadataError(
-            f"the description has version {version}, this penstock reads {VERSION}; use one on all ranks"
+            f"the description has version {version}, but this penstock reads {VERSION}; use one version on all ranks"
         )
     if not START_BYTES < length <= MAX_BYTES:
         raise MetadataError(f"a description cannot have {length} bytes")
@@ -148,10 +148,10 @@ def _write(structure: Structure, tensors: Iterator[TensorSpec], into: bytearray)
 
 def _write_tensor(meta: TensorSpec, into: bytearray) -> None:
     if meta.dtype not in CODES:
-        raise MetadataError(f"{meta} cannot go from stage to stage: its element type is not one of plain numbers")
+        raise MetadataError(f"{meta} cannot be sent between stages: its element type is not a plain number type")
     dimensions = len(meta.shape)
     if dimensions > MOST_DIMENSIONS:
-        raise MetadataError(f"{meta} has {dimensions} dimensions; {MOST_DIMENSIONS} are the most")
+        raise MetadataError(f"{meta} has {dimensions} dimensions; the limit is {MOST_DIMENSIONS}")
     into.append(TENSOR_TAG)
     into += TENSOR_FIELDS.pack(CODES[meta.dtype], meta.requires_grad, dimensions)
     into += struct.pack(f"<{2 * dimensions}Q", *meta.shape, *meta.stride)
@@ -214,7 +214,7 @@ class _Reader:
             keys.append(self.text() if kind is dict else index)
             children.append(self.node(depth + 1))
         if len(set(keys)) != count:
-            raise MetadataError("a dict in the description has a key twice")
+            raise MetadataError("a dict in the description has a duplicate key")
         return branch(kind, keys, children)
 
     def constant(self, tag: int) -> bool | int | float | str | None:
@@ -228,7 +228,7 @@ class _Reader:
             return float(REAL.unpack(self.take(REAL.size))[0])
         if tag == STR:
             return self.text()
-        raise MetadataError(f"the description has the tag {tag}, which means nothing")
+        raise MetadataError(f"the description has the unknown tag {tag}")
 
     def tensor(self) -> TensorSpec:
         code, requires_grad, dimensions = TENSOR_FIELDS.unpack(self.take(TENSOR_FIELDS.size))
@@ -320,7 +320,7 @@ def read_header(header: torch.Tensor, overflow: torch.Tensor | None = None) -> V
     length = _read_length(begin)
     # A wrong length must not get through: receiving less than what comes would end the process.
     if checksum != CHECKSUM.pack(zlib.crc32(begin)):
-        raise MetadataError("the checksum of the header is wrong")
+        raise MetadataError("checksum mismatch in the header")
     if length > HEADER_CAPACITY and overflow is None:
         return length - HEADER_CAPACITY
     return decode((begin if overflow is None else begin + _bytes(overflow))[:length])

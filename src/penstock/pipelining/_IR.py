@@ -31,8 +31,8 @@ class TracingNotYetError(RunError, NotImplementedError):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"{name} would have to trace the model, which penstock does not do yet; cut the model into a module for "
-            "each stage yourself and pass each to PipelineStage(module, stage_index, num_stages, device)"
+            f"{name} traces the model, which penstock does not support yet; split the model into one module per stage "
+            "yourself and pass each to PipelineStage(module, stage_index, num_stages, device)"
         )
 
 
@@ -153,5 +153,5 @@ def pipeline(
 ) -> NoReturn:
     """Trace a model and cut it into stages."""
     if split_spec is not None and split_policy is not None:
-        raise ValueError("split_spec and split_policy both say where to cut; give one of them")
+        raise ValueError("split_spec and split_policy both say where to split; pass only one of them")
     raise TracingNotYetError("pipeline()")

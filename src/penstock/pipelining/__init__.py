@@ -17,8 +17,8 @@ except ImportError as error:
 
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
     raise ImportError(
-        f"penstock.pipelining needs torch 2.13 or later, and this is torch {torch.__version__}: "
-        "pip install 'torch>=2.13', or stay with torch.distributed.pipelining"
+        f"penstock.pipelining needs torch 2.13 or later, but this is torch {torch.__version__}: "
+        "pip install 'torch>=2.13', or keep using torch.distributed.pipelining"
     )
 
 from penstock.pipelining._IR import Pipe, SplitPoint, pipe_split, pipeline

@@ -119,9 +119,12 @@ def stage_backward_weight(
     retain_graph = retain_graph or any(_FROM_OUTPUTS in group for group in param_groups)
     for group in param_groups:
         if "intermediates" not in group:
-            raise RunError("a parameter group was used a second time; each backward of inputs makes new ones")
+            raise RunError("a parameter group was used a second time; call stage_backward_input again for new ones")
         if not group["params"] <= weight_of.keys():
-            raise RunError("a parameter group has a weight that is not among the weights; pass those of its first half")
+            raise RunError(
+                "a parameter group has a weight that is not among the weights; pass the same weights as to "
+                "stage_backward_input"
+            )
         nodes, saved = group.pop("intermediates"), group.pop("grads", ())
         edges = [
             (GradientEdge(node, number), gradient)
@@ -234,18 +237,20 @@ def _pairs(output: Any, gradient: Any) -> Iterator[tuple[Any, torch.Tensor | Non
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             return
         if gradient is not None and not isinstance(gradient, torch.Tensor):
-            raise TypeError(f"the gradient of a tensor is a {type(gradient).__name__}")
+            raise TypeError(f"expected a tensor as the gradient of a tensor, got a {type(gradient).__name__}")
         yield output, gradient
     elif gradient is None or not isinstance(output, (tuple, list, dict)):
         return
     elif isinstance(output, dict):
         if not isinstance(gradient, dict) or output.keys() != gradient.keys():
-            raise TypeError(f"the gradients of a dict with the keys {list(output)} are {map_debug_info(gradient)}")
+            raise TypeError(
+                f"expected gradients for a dict with the keys {list(output)}, got {map_debug_info(gradient)}"
+            )
         for key, value in output.items():
             yield from _pairs(value, gradient[key])
     else:
         if not isinstance(gradient, (tuple, list)) or len(output) != len(gradient):
-            raise TypeError(f"the gradients of {len(output)} outputs are {map_debug_info(gradient)}")
+            raise TypeError(f"expected gradients for {len(output)} outputs, got {map_debug_info(gradient)}")
         for value, its_gradient in zip(output, gradient, strict=True):
             yield from _pairs(value, its_gradient)
 
@@ -254,7 +259,7 @@ def _seed(root: Any, gradient: torch.Tensor | None) -> torch.Tensor:
     """The gradient of an output, which is 1 for a single number that comes without."""
     if gradient is None:
         if isinstance(root, GradientEdge) or root.numel() != 1 or not root.is_floating_point():
-            raise ValueError(f"{map_debug_info(root)} is not a single number, so its gradient has to be given")
+            raise ValueError(f"{map_debug_info(root)} is not a single number, so it needs an output gradient")
         return torch.ones_like(root, memory_format=torch.preserve_format)
     if isinstance(root, torch.Tensor) and root.shape != gradient.shape:
         raise ValueError(f"the gradient of a tensor of shape {list(root.shape)} has shape {list(gradient.shape)}")
@@ -343,6 +348,6 @@ def _forget_history(outputs: Iterable[Any]) -> None:
 
 def _failed(what: str, outputs: Any, gradients: Any, inputs: Any) -> RunError:
     return RunError(
-        f"the {what} of a stage failed, with the outputs {map_debug_info(outputs)}, their gradients "
-        f"{map_debug_info(gradients)}, and the inputs {map_debug_info(inputs)}"
+        f"the {what} of a stage failed, with outputs {map_debug_info(outputs)}, output gradients "
+        f"{map_debug_info(gradients)} and inputs {map_debug_info(inputs)}"
     )

@@ -101,7 +101,7 @@ def get_schedule_ops(
         defer_pp_recv: with receives right before what needs them; counts with ``with_comms``.
     """
     if add_spacing and with_comms:
-        raise ValueError("steps are for compute actions; pass add_spacing or with_comms, not both")
+        raise ValueError("spacing applies to compute actions only; pass add_spacing or with_comms, not both")
     schedule_class: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
     stages = _stand_ins(schedule_class, pp_degree, num_stages_per_rank)
     single = issubclass(schedule_class, PipelineScheduleSingle)
@@ -149,7 +149,7 @@ def visualize_schedule(schedule: list[list[_Action | None]], filename: str | Non
 
 def _stand_ins(kind: Any, ranks: int, per_rank: int | None) -> list[Any]:
     if not isinstance(kind, type):
-        raise TypeError(f"{kind!r} is not a class of schedules, nor its name; pass e.g. 'GPipe' or type(schedule)")
+        raise TypeError(f"{kind!r} is not a class of schedules or the name of one; pass e.g. 'GPipe' or type(schedule)")
     if not issubclass(kind, (PipelineScheduleSingle, PipelineScheduleMulti)):
         raise ValueError(
             f"{kind!r} is not a class of schedules; pass a subclass of PipelineScheduleSingle or PipelineScheduleMulti"
@@ -159,7 +159,7 @@ def _stand_ins(kind: Any, ranks: int, per_rank: int | None) -> list[Any]:
     if count != 1 if single else count < 2:
         wanted = "one stage" if single else "two stages or more"
         raise StagesPerRankError(
-            f"{kind.__name__} has {wanted} on a rank, not {count}", field="num_stages_per_rank", value=count
+            f"{kind.__name__} needs {wanted} per rank, not {count}", field="num_stages_per_rank", value=count
         )
     return [_StandIn(place * ranks, count * ranks, ranks) for place in range(count)]
 
@@ -184,7 +184,7 @@ class _Spacing:
             if any(begun):
                 last = step
             elif step - last > longest:
-                raise RunError(f"the rows wait for ever: {self._stuck()}")
+                raise RunError(f"the rows deadlock: {self._stuck()}")
             for rank, free in enumerate(self.free):
                 if step >= free:
                     self.spaced[rank].append(None)
@@ -232,7 +232,7 @@ class _Spacing:
 def _width(action: Action) -> int:
     if action.computation_type not in action_type_to_color_mapping:
         raise RunError(
-            f"{action} is no compute action, so it takes no step; pass rows without sends, receives and the like"
+            f"{action} is not a compute action, so it has no width; pass rows without sends, receives and the like"
         )
     return action_type_to_color_mapping[action.computation_type].width
 

@@ -125,9 +125,12 @@ def _placement(ranks: int, stages: int, style: str) -> Placement:
     if style == "loop":
         return Placement.loop(ranks, stages)
     if style != "v":
-        raise ValueError(f"style {style!r} is not known; write 'loop' or 'v'")
+        raise ValueError(f"unknown style {style!r}; use 'loop' or 'v'")
     if stages % ranks:
-        raise ValueError(f"{stages} stages on {ranks} ranks do not come out even, which a V needs")
+        raise ValueError(
+            f"a V needs a number of stages that is a multiple of the number of ranks, not {stages} stages on {ranks} "
+            "ranks"
+        )
     return Placement.v(ranks, stages)
 
 

@@ -140,7 +140,7 @@ def _are_tensors(values: Sequence[Any]) -> bool:
 def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: Any, num_chunks: int) -> list[dict[Any, Any]]:
     """A dictionary for each microbatch."""
     if args_dict and args_chunk_spec is None:
-        raise _ChunkError(f"there is no spec for {list(args_dict)}")
+        raise _ChunkError(f"no spec for {list(args_dict)}")
     values = _Values.of(args_dict, args_chunk_spec)
     return values.split(values.most(num_chunks))
 
@@ -174,7 +174,7 @@ class _Values:
     def split(self, count: int) -> list[Any]:
         """The values of each microbatch."""
         if count < 1:
-            raise MicrobatchError(f"{count} microbatches cannot be made; is there no sample in a tensor?")
+            raise MicrobatchError(f"cannot make {count} microbatches; does a tensor have no samples?")
         columns = [_pieces(leaf, spec, count) for leaf, spec in zip(self.leaves, self.specs, strict=True)]
         rows = list(zip(*columns, strict=True)) if columns else [()] * count
         if len(self.leaves) != len(self.whole) or self.treespec.num_nodes != len(self.whole) + 1:
@@ -213,8 +213,9 @@ def _default_spec(value: Any) -> Any:
         return TensorChunkSpec(DEFAULT_CHUNK_DIM)
     if holds_tensors(value):
         warnings.warn(
-            f"a {type(value).__qualname__} that holds tensors is given whole to every microbatch; say how to split it "
-            "with penstock.runtime.register_splitter, or write _Replicate() in its chunk spec if that is right",
+            f"a {type(value).__qualname__} that contains tensors is passed whole to every microbatch; register a "
+            "splitter with penstock.runtime.register_splitter, or write _Replicate() in its chunk spec if that is "
+            "intended",
             UserWarning,
             stacklevel=5,
         )
@@ -231,7 +232,7 @@ def _size(value: Any, spec: Any, most: int) -> int:
     if spec is _Replicate:
         return most
     if not (isinstance(value, torch.Tensor) or _is_split(value)):
-        raise _ChunkValueError(f"{value!r} cannot be split as {spec!r} says; write _Replicate() for it")
+        raise _ChunkValueError(f"{value!r} cannot be split by {spec!r}; write _Replicate() for it")
     if not isinstance(spec, TensorChunkSpec):
         raise _ChunkError(
             f"the spec of a {type(value).__qualname__} is {spec!r}; write TensorChunkSpec or _Replicate()"
@@ -317,9 +318,7 @@ def _joined(values: Sequence[Any], dim: int) -> torch.Tensor:
         single = all(isinstance(value, torch.Tensor) and value.ndim == 0 for value in values)
         return torch.stack(list(values)) if values and single else torch.cat(list(values), dim=dim)
     if not all(distributed):
-        raise _ChunkError(
-            "some microbatches have a DTensor where others have a plain tensor, and a mix cannot be merged"
-        )
+        raise _ChunkError("some microbatches have a DTensor where others have a plain tensor; a mix cannot be merged")
     for index, value in enumerate(values):
         if value.placements != values[0].placements:
             raise _ChunkError(
@@ -348,7 +347,7 @@ def _masked(whole: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> lis
 def _unmasked(values: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
     """From each of some tensors of one shape the part that is its own."""
     if len({value.shape for value in values}) > 1:
-        raise _ChunkError(f"masked microbatches have one shape, not {[list(value.shape) for value in values]}")
+        raise _ChunkError(f"masked microbatches must have one shape, not {[list(value.shape) for value in values]}")
     lengths = sizes(values[0].shape[dim], len(values))
     begins = [sum(lengths[:index]) for index in range(len(lengths))]
     return [value.narrow(dim, *place) for value, *place in zip(values, begins, lengths, strict=True)]

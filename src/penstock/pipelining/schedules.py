@@ -100,7 +100,7 @@ def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
     """
     found = {name.lower(): kind for name, kind in _CLASSES.items()}.get(schedule_name.lower())
     if found is None:
-        raise ValueError(f"there is no schedule {schedule_name!r}; there are {', '.join(_CLASSES)}")
+        raise ValueError(f"unknown schedule {schedule_name!r}; use one of {', '.join(_CLASSES)}")
     return found
 
 

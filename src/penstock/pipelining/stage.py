@@ -147,9 +147,10 @@ class PipelineStage(StageInference):
     ) -> _StageForwardMeta | None:
         if self._inference_mode is None:
             raise PipeliningMetadataError(
-                f"stage {self.stage_index}: stages have not voted yet on whether to infer (_inference_mode is None)"
+                f"stage {self.stage_index}: the stages have not voted yet on whether to infer metadata "
+                "(_inference_mode is None)"
             )
-        told = None
+        meta = None
         if self._inference_mode.value == InferenceMode.STATIC.value:
             examples = self._user_meta
             self._kinds = self._other_metas = ()
@@ -158,11 +159,11 @@ class PipelineStage(StageInference):
             trained = has_backward and not self.is_last
             self._stage_meta.outputs = with_gradients(examples.outputs) if trained else examples.outputs
         else:
-            told = self._forward_metadata_inference(args, kwargs, has_backward)
+            meta = self._forward_metadata_inference(args, kwargs, has_backward)
             self._validate_inferred_metadata()
         self._setup_forward_recv_info(num_microbatches, has_backward)
         self._setup_forward_send_info()
-        return told
+        return meta
 
     def _prepare_backward_infra(
         self,
@@ -172,17 +173,17 @@ class PipelineStage(StageInference):
         received_grad_meta: _StageBackwardMeta | None = None,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> _StageBackwardMeta | None:
-        told = None
+        meta = None
         # By value: a schedule may have the mode from elsewhere.
         if self._inference_mode is not None and self._inference_mode.value == InferenceMode.DYNAMIC.value:
-            told = self._backward_metadata_inference(loss_fn, target, received_grad_meta, loss_kwargs)
+            meta = self._backward_metadata_inference(loss_fn, target, received_grad_meta, loss_kwargs)
             self._validate_inferred_metadata()
         else:
             metas, examples = self._stage_meta, self._user_meta
             metas.output_grads = _given_or_derived(examples.output_grads, metas.outputs, self.stage_index, "outputs")
             metas.input_grads = _given_or_derived(examples.input_grads, metas.inputs, self.stage_index, "inputs")
         self._setup_backward_recv_info(num_microbatches)
-        return told
+        return meta
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:  # noqa: ARG002
         before = self.stage_index - 1
@@ -226,7 +227,7 @@ class PipelineStage(StageInference):
         infos = []
         for index, stages in act_send_info.items():
             if not stages:
-                raise PipeliningMetadataError(f"stage {self.stage_index}: output {index} goes to no stage")
+                raise PipeliningMetadataError(f"stage {self.stage_index}: output {index} is not sent to any stage")
             name = f"recv_grad_for_{self.stage_index}_from_{stages[0]}"
             infos.append(_RecvInfo(name, stages[0], None, metas[index]))
         return tuple(infos)
@@ -239,5 +240,5 @@ def _given_or_derived(
     if given is not None:
         return given
     if tensors is None:
-        raise PipeliningMetadataError(f"stage {stage}: its {what} are not known yet, from which gradients follow")
+        raise PipeliningMetadataError(f"stage {stage}: its {what} are not known yet, and gradients follow from them")
     return _derive_grad_metas(tensors)

@@ -125,7 +125,7 @@ class Batches:
     def _mine(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         """What is to be split, without what this rank does not need."""
         if self._first and not args and not kwargs:
-            raise MicrobatchError(f"rank {self._rank} has the first stage: call step with its arguments", name="args")
+            raise MicrobatchError(f"rank {self._rank} has the first stage; call step with its arguments", name="args")
         return args if self._first else (), kwargs, target if self._last else None
 
     def _specs_of(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:

@@ -44,7 +44,10 @@ class Context:
         """The stage of an action."""
         found = self.pipe.stages.get(action.stage_index)
         if found is None:
-            raise StageError(f"{action} is of a stage that is not on rank {self.pipe.rank}", stage=action.stage_index)
+            raise StageError(
+                f"{action} refers to stage {action.stage_index}, which is not on rank {self.pipe.rank}",
+                stage=action.stage_index,
+            )
         return found
 
 

@@ -50,17 +50,17 @@ class FailureScope:
             return
         transport = self._transport
         cause = transport.explain(error)
-        told = transport.fail(cause or describe_failure(error, transport.rank, self._action(), step))
+        failure = transport.fail(cause or describe_failure(error, transport.rank, self._action(), step))
         self.drop_gradients()
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             return
-        if isinstance(error, StepError) and str(error) == told.message:
+        if isinstance(error, StepError) and str(error) == failure.message:
             return  # of a step in this one
         if cause is not None:  # what this rank noticed is only the effect
-            raise step_error(told) from None
-        if isinstance(error, PenstockError) and told.action is None and told.rank == transport.rank:
+            raise step_error(failure) from None
+        if isinstance(error, PenstockError) and failure.action is None and failure.rank == transport.rank:
             return  # a mistake in the call, and it says so best itself
-        raise step_error(told, traceback=told.rank != transport.rank) from error
+        raise step_error(failure, traceback=failure.rank != transport.rank) from error
 
     def drop_gradients(self) -> None:
         """Drop the gradients, once: a pipeline that is built instead may have made others since."""
@@ -95,7 +95,7 @@ def _place(part: Action) -> str:
 def _said(error: BaseException) -> str:
     try:
         said = str(error) or "no message"
-        return f"{said} Say so: Stage(index, module, changes_inputs=True)" if is_inplace_on_leaf(error) else said
+        return f"{said} Pass Stage(index, module, changes_inputs=True)" if is_inplace_on_leaf(error) else said
     except Exception as another:  # it is not ours, and the others must be told in any case
         return f"its message cannot be shown ({type(another).__name__})"
 

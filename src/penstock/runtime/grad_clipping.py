@@ -50,16 +50,16 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0:
-        raise StageError(f"norm_type is a positive number, or inf for the largest gradient, not {norm_type!r}")
+        raise StageError(f"norm_type must be a positive number, or inf for the largest gradient, not {norm_type!r}")
     parameters = parameters_of(stages)
     wide = any(parameter.grad.dtype in _WIDE for parameter in parameters if parameter.grad is not None)
-    told = transport.exchange(_NORM.pack(shared_norm(parameters, norm_type), wide))
-    norms, widths = zip(*map(_NORM.unpack, told), strict=True)
+    reports = transport.exchange(_NORM.pack(shared_norm(parameters, norm_type), wide))
+    norms, widths = zip(*map(_NORM.unpack, reports), strict=True)
     total = combined(norms, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RunError(
             f"the norm of order {norm_type:g} of the gradients is {total}, so they cannot be clipped; to scale them "
-            "with it anyway, set error_if_nonfinite=False"
+            "anyway, pass error_if_nonfinite=False"
         )
     scale = max_norm / (total + _TINY)
     if not scale >= 1:  # also if it is not a number

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.execution.stage import Stage
     from penstock.runtime.transport.protocol import Transport
 
-_TOLD: Final = struct.Struct("<d?")
+_REPORT: Final = struct.Struct("<d?")
 
 
 class Scaling:
@@ -32,7 +32,7 @@ class Scaling:
 
     def __init__(self, scaler: torch.amp.GradScaler, stages: Mapping[int, Stage], transport: Transport) -> None:
         if not isinstance(scaler, torch.amp.GradScaler):
-            raise StageError(f"scaler is a torch.amp.GradScaler, not {scaler!r}")
+            raise StageError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         self._scaler = scaler
         self._stages = stages
         self._transport = transport
@@ -56,15 +56,15 @@ class Scaling:
             return
         parameters = parameters_of(self._stages)
         overflow = not math.isfinite(shared_norm(parameters, math.inf))
-        mine = _TOLD.pack(self._scale if self._stages else math.nan, overflow)
-        told = [_TOLD.unpack(data) for data in self._transport.exchange(mine)]
-        for rank, (scale, _) in enumerate(told):
+        mine = _REPORT.pack(self._scale if self._stages else math.nan, overflow)
+        reports = [_REPORT.unpack(data) for data in self._transport.exchange(mine)]
+        for rank, (scale, _) in enumerate(reports):
             if self._stages and scale != self._scale and not math.isnan(scale):
                 raise StageError(
-                    f"rank {rank} has scaled its gradients by {scale:g}, rank {self._transport.rank} by "
-                    f"{self._scale:g}: begin with equal scalers, and call step and update on every rank"
+                    f"rank {rank} scaled its gradients by {scale:g}, rank {self._transport.rank} by "
+                    f"{self._scale:g}; start with equal scalers, and call step and update on every rank"
                 )
-        if any(there for _, there in told):
+        if any(there for _, there in reports):
             self._overflow(local_gradients(parameters))
 
     def _overflow(self, gradients: list[torch.Tensor]) -> None:

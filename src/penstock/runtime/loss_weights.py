@@ -108,9 +108,9 @@ class LossWeights:
         return (
             f"loss_fn divides by {_numbers([term.divisor for term in terms])} (one number per microbatch), but "
             f"loss_reduction={self._reduction!r} counts the microbatches as "
-            f"{_numbers([share / total for share in self._shares])} of the batch, so gradients are not those of the "
-            "whole batch. For a mean over tokens pass loss_reduction='weighted' and loss_weight=lambda target: "
-            f"(target != {counted}).sum(), or whatever else loss_fn divides by"
+            f"{_numbers([share / total for share in self._shares])} of the batch, so gradients differ from those of "
+            "the whole batch. For a mean over tokens pass loss_reduction='weighted' and loss_weight=lambda target: "
+            f"(target != {counted}).sum(), or count what else loss_fn divides by"
         )
 
 

@@ -19,10 +19,11 @@ Weight = Callable[[Any], Any]
 def check_reduction(reduction: str, weight: Weight | None) -> None:
     """Refuse a reduction that there is not."""
     if reduction not in (MEAN, SUM, WEIGHTED):
-        raise StageError(f"loss_reduction is 'mean', 'sum' or 'weighted', not {reduction!r}")
+        raise StageError(f"loss_reduction must be 'mean', 'sum' or 'weighted', not {reduction!r}")
     if (reduction == WEIGHTED) != (weight is not None):
         raise StageError(
-            "loss_reduction='weighted' and loss_weight go together: loss_weight=lambda target: (target != pad).sum()"
+            "loss_reduction='weighted' and loss_weight go together; pass both, e.g. "
+            "loss_weight=lambda target: (target != pad).sum()"
         )
 
 
@@ -52,9 +53,9 @@ def find_shares(
         return _normalized([float(weight(target)) for target in targets])
     if counts is None:
         raise MicrobatchError(
-            "loss_reduction='mean' has to know how many samples each microbatch has, and the rank of the last stage "
-            "has no tensor that tells: give it the target, or use loss_reduction='weighted' with "
-            "loss_weight=lambda _: 1 if all microbatches are equal",
+            "loss_reduction='mean' needs the number of samples of each microbatch, but nothing on the last stage's "
+            "rank shows it; pass target= there, or use loss_reduction='weighted' with loss_weight=lambda _: 1 if all "
+            "microbatches are equal",
             name="target",
         )
     return _normalized(list(counts))
@@ -64,6 +65,6 @@ def _normalized(counts: Sequence[float]) -> list[float]:
     total = math.fsum(counts)
     if not all(math.isfinite(count) and count >= 0 for count in counts) or total <= 0:
         raise MicrobatchError(
-            f"the weights of the microbatches must be numbers from 0 with a positive sum, not {counts}"
+            f"the weights of the microbatches must be non-negative numbers with a positive sum, not {counts}"
         )
     return [count / total for count in counts]

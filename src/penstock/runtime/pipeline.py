@@ -207,7 +207,9 @@ class Pipeline:
         with self._telling, torch.enable_grad(), self._step_scope(training=True):
             self._check_keywords("step()", kwargs)
             if torch.is_inference_mode_enabled():
-                raise StageError("step() computes gradients and cannot run in inference_mode; use eval(), or leave it")
+                raise StageError(
+                    "step() computes gradients, so it cannot run under torch.inference_mode(); call eval() instead"
+                )
             varying = self._programs.edges is None or self._shapes == PER_MICROBATCH
             batch = self._batches.of_step(args, kwargs, target, varying=varying)
             program = self._programs.training(batch, self._customized)
@@ -319,7 +321,7 @@ class Pipeline:
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run a function of your own for every action of a type; see ``penstock.runtime.custom_functions``."""
         if not isinstance(kind, ComputationType):
-            raise StageError(f"a function is registered for a ComputationType, not for {kind!r}")
+            raise StageError(f"expected a ComputationType to register a function for, got {kind!r}")
         self._custom[kind] = function
         self._programs.clear()
 
@@ -356,7 +358,7 @@ class Pipeline:
         """Arguments of the constructor are not meant for the stages, unless one of them has such an argument."""
         for name in _OF_CONSTRUCTOR.intersection(kwargs):
             if not any(name in signature(stage.module.forward).parameters for stage in self._stages.values()):
-                raise StageError(f"{name} is an argument of Pipeline(...), not of {call}: give it when you make one")
+                raise StageError(f"pass {name} to Pipeline(...), not to {call}")
 
     def _model(self) -> CommModel:
         """How communication behaves for the verifier."""
@@ -385,18 +387,18 @@ class Pipeline:
         schedule, rank = self.schedule, self.transport.rank
         if self.transport.ranks != schedule.ranks:
             raise StageError(
-                f"the schedule is for {schedule.ranks} ranks, but the group has {self.transport.ranks}: build it with "
+                f"the schedule is for {schedule.ranks} ranks, but the group has {self.transport.ranks}; build it with "
                 f"ranks={self.transport.ranks}, or start {schedule.ranks} processes"
             )
         wanted = schedule.placement.stages_of(rank)
         if sorted(self._stages) != sorted(wanted):
             raise StageError(
-                f"rank {rank} needs the stages {sorted(wanted)} of this schedule, and was given "
-                f"{sorted(self._stages)}: schedule.placement.stages_of({rank}) says which"
+                f"rank {rank} must be given stages {sorted(wanted)}, not {sorted(self._stages)}; see "
+                f"schedule.placement.stages_of({rank})"
             )
         if self.has_last and self._loss_fn is None and not self._forward_only:
             raise StageError(
-                f"rank {rank} has the last stage and the schedule has backwards: give loss_fn",
+                f"rank {rank} has the last stage and the schedule has backwards; pass loss_fn",
                 stage=schedule.stages - 1,
             )
 
@@ -411,8 +413,8 @@ class Pipeline:
             theirs = data.decode(errors="replace").split("\n")
             for (name, value), other in zip(mine.items(), [*theirs, *[""] * len(mine)], strict=False):
                 if value != other:
-                    told = f"rank {rank} has been given another {name} than rank {self.rank}"
-                    raise StageError(f"{told}: {other[:100]!r} there, {value!r} here")
+                    fact = f"rank {rank} was given a different {name} from rank {self.rank}"
+                    raise StageError(f"{fact}: {other[:100]!r} there, {value!r} here")
         rank_of = self.schedule.placement.rank_of
         pairs = {tuple(sorted(pair)) for pair in pairwise(rank_of) if pair[0] != pair[1]}
         self.transport.connect(sorted(pairs))  # type: ignore[arg-type]
@@ -445,7 +447,7 @@ class Pipeline:
             return ()
         agreed, counts = self._programs.samples, batch.counts
         if agreed and counts.targets and list(counts.targets) != list(agreed):
-            varies = f"; if this batch is of another size than the first one was, that needs shapes={PER_MICROBATCH!r}"
+            varies = f"; if this batch differs in size from the first one, pass shapes={PER_MICROBATCH!r}"
             raise sample_mismatch_error(agreed, counts.targets, varies)
         found = find_shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
         return [scale * share for share in found]
@@ -513,10 +515,12 @@ def _stages(stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage]) -> 
     else:
         given = list(stages)
         if not all(isinstance(stage, Stage) for stage in given):
-            raise StageError("stages are modules by their index, e.g. {0: first, 3: last}, or a list of Stage objects")
+            raise StageError(
+                "stages must be modules by stage index, e.g. {0: first, 3: last}, or a list of Stage objects"
+            )
     found = {stage.index: stage for stage in given}
     if len(found) < len(given):
-        raise StageError(f"a stage is given twice: {sorted(stage.index for stage in given)}")
+        raise StageError(f"duplicate stage index in {sorted(stage.index for stage in given)}")
     return found
 
 
@@ -527,11 +531,11 @@ def _transport(schedule: Schedule, group: dist.ProcessGroup | None, timeout: flo
     if schedule.ranks == 1:
         return thread_transports(1)[0]
     raise StageError(
-        f"the schedule is for {schedule.ranks} ranks and there is no process group: start with "
+        f"the schedule is for {schedule.ranks} ranks, but there is no process group; start with "
         "'penstock run --ranks N script.py' or torchrun, and call torch.distributed.init_process_group"
     )
 
 
 def _check_schedule(schedule: object) -> None:
     if not isinstance(schedule, Schedule):
-        raise ScheduleError(f"a Pipeline runs a Schedule, e.g. penstock.build('1F1B', ...), not {schedule!r}")
+        raise ScheduleError(f"expected a Schedule, e.g. penstock.build('1F1B', ...), got {schedule!r}")

@@ -191,7 +191,7 @@ class ProgramCache:
 def check_shapes(shapes: object) -> None:
     """Refuse what is no way to know shapes."""
     if shapes not in (INFERRED, PER_MICROBATCH) and not isinstance(shapes, Mapping):
-        raise StageError(f"shapes is {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
+        raise StageError(f"shapes must be {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
 
 
 def model_with_headers(model: CommModel) -> CommModel:

@@ -42,12 +42,12 @@ def infer_specs(
     """
     metas: Metas = {}
     rank = transport.rank
-    told: tuple[Kinds, list[ValueSpec]] = ((), [])
+    received: tuple[Kinds, list[ValueSpec]] = ((), [])
     for index in sorted(stages):
         if index == 0:
             kinds, found = find_kinds(args, kwargs)[0], list[ValueSpec]()
         elif rank_of[index - 1] == rank:
-            kinds, found = told
+            kinds, found = received
         else:
             kinds, samples, found = _heard(transport.receive_bytes(rank_of[index - 1]), index, len(kwargs))
         if index > 0:
@@ -62,7 +62,7 @@ def infer_specs(
             find_changes(stages[index], calls[0])
             break
         outcomes = [find_output(stages[index], call) for call in calls]
-        told = kinds, outcomes
+        received = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
             transport.send_bytes(rank_of[index + 1], _written(kinds, samples, outcomes))
@@ -83,7 +83,7 @@ def specs_from_examples(
             continue
         if index not in examples:
             raise StageError(
-                f"shapes has no example of what stage {index} gives; add {index}: torch.empty(..., device='meta')",
+                f"shapes has no example output of stage {index}; add {index}: torch.empty(..., device='meta')",
                 stage=index,
             )
         found[index] = describe(examples[index])
@@ -95,11 +95,11 @@ def specs_from_examples(
 def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
     """The last stage of the pipeline that modifies its inputs in place; 0 if none does. All ranks call it."""
     mine = max((index for index, stage in stages.items() if stage.changes_inputs), default=0)
-    told = transport.exchange(_COUNT.pack(mine))
-    damaged = [rank for rank, data in enumerate(told) if len(data) != _COUNT.size]
+    reports = transport.exchange(_COUNT.pack(mine))
+    damaged = [rank for rank, data in enumerate(reports) if len(data) != _COUNT.size]
     if damaged:
         raise MetadataError(f"could not decode which stages of rank {damaged[0]} modify their inputs")
-    return max(int(index) for data in told for index in _COUNT.unpack(data))
+    return max(int(index) for data in reports for index in _COUNT.unpack(data))
 
 
 def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -> int:
@@ -112,12 +112,12 @@ def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -
             pairs = zip(parts[::2], parts[1::2], strict=True)
             theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in pairs}
         except (ValueError, struct.error, MetadataError) as damage:
-            raise MetadataError(f"what rank {rank} tells of its examples of shapes is damaged: {damage}") from damage
+            raise MetadataError(f"could not decode rank {rank}'s example shapes: {damage}") from damage
         for stage in sorted(metas.keys() & theirs.keys()):
             error = mismatch(
                 theirs[stage],
                 metas[stage],
-                sender=f"rank {transport.rank}'s example of stage {stage}",
+                sender=f"stage {stage}, by rank {transport.rank}'s example,",
                 receiver=f"stage {stage + 1}, by rank {rank}'s example,",
             )
             if error is not None:
@@ -154,23 +154,23 @@ def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[
     try:
         kinds, samples, metas = _read(data)
         if len(kinds) != microbatches or len(samples) not in (0, microbatches):
-            raise MetadataError(f"{len(kinds)} microbatches were announced, there are {microbatches}")
+            raise MetadataError(f"{len(kinds)} microbatches were announced, but there are {microbatches}")
     except MetadataError as error:
-        told = f"what stage {stage - 1} announced to stage {stage} cannot be used: {error}"
-        raise MetadataError(told) from error
+        message = f"stage {stage} cannot use the shapes that stage {stage - 1} announced: {error}"
+        raise MetadataError(message) from error
     return kinds, samples or None, metas
 
 
 def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[ValueSpec]]:
     if len(data) < _COUNT.size or _COUNT.unpack_from(data)[0] != zlib.crc32(data[_COUNT.size :]):
-        raise MetadataError("it is damaged: its checksum is another")
+        raise MetadataError("checksum mismatch")
     parts = list(_parts(data[_COUNT.size :]))
     if len(parts) < 3 or len(parts[0]) % _COUNT.size or len(parts[1]) % _COUNT.size:
-        raise MetadataError("a stage announced its shapes in a way that cannot be read: it may run another version")
+        raise MetadataError("the shape announcement could not be decoded; do all ranks run the same penstock version?")
     kinds, samples = (tuple(number for (number,) in _COUNT.iter_unpack(part)) for part in parts[:2])
     metas = [decode(part) for part in parts[2:]]
     if set(kinds) != set(range(len(metas))):
-        raise MetadataError(f"{len(metas)} kinds of microbatches were described, and others occur")
+        raise MetadataError(f"{len(metas)} kinds of microbatches were described, but others occur")
     return kinds, samples, metas
 
 

@@ -49,7 +49,7 @@ def _read(data: bytes, device: torch.device) -> list[torch.Tensor]:
     end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
     described, values = decode(data[_LENGTH.size : end]).tensors, data[end:]
     if not _fit(described, values):
-        raise MetadataError("the losses of the pipeline came in a way that cannot be read")
+        raise MetadataError("could not decode the losses that the last stage's rank sent")
     together, *each = described
     numbers = torch.frombuffer(bytearray(values), dtype=together.dtype).to(device)
     return [number.to(one.dtype).reshape(one.shape) for number, one in zip(numbers.unbind(), each, strict=True)]

@@ -75,7 +75,7 @@ def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParall
     wrapped = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     if sharded and (replicated or wrapped):
         raise StageError(
-            "a stage has modules of fully_shard and of DistributedDataParallel: use one of them for all of it",
+            "a stage mixes fully_shard and DistributedDataParallel modules; use one of them for the whole stage",
             stage=stage,
         )
     if sharded:

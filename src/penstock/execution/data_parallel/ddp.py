@@ -102,8 +102,8 @@ def _check_usable(module: DistributedDataParallel) -> None:
     ):
         if wrong:
             raise StageError(
-                f"DistributedDataParallel with {name} cannot be a stage: its gradients are averaged by the pipeline, "
-                "once in a step; leave that out, or use fully_shard"
+                f"DistributedDataParallel with {name} is not supported as a stage: the pipeline averages its "
+                "gradients, once per step; remove it, or use fully_shard"
             )
 
 

@@ -119,8 +119,8 @@ def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
     """Refuse what a stage has changed after it returned it, for what has been received may be either."""
     if version is not None and tensor._version != version:
         raise StageError(
-            f"a stage has changed a tensor in place after it returned it, while it was on its way "
-            f"({TensorSpec.of(tensor)}); return a clone of it"
+            f"a stage modified a tensor ({TensorSpec.of(tensor)}) in place after returning it, while it was still "
+            "being sent; return a clone"
         )
 
 

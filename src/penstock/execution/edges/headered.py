@@ -115,13 +115,15 @@ class HeaderedEdge(RemoteEdge):
 
         return take
 
-    def _with_samples(self, step: Step, microbatch: int, told: Any) -> Any:
+    def _with_samples(self, step: Step, microbatch: int, payload: Any) -> Any:
         """The value in what was sent: the number of samples, if it is known, goes before it."""
-        if not isinstance(told, tuple) or len(told) != 2 or not isinstance(told[0], int | None):
-            raise MetadataError(f"what {self._sender} sent to {self._receiver} does not begin with a number of samples")
-        if told[0] is not None:
-            step.samples[microbatch] = told[0]
-        return told[1]
+        if not isinstance(payload, tuple) or len(payload) != 2 or not isinstance(payload[0], int | None):
+            raise MetadataError(
+                f"the message from {self._sender} to {self._receiver} does not start with a number of samples"
+            )
+        if payload[0] is not None:
+            step.samples[microbatch] = payload[0]
+        return payload[1]
 
     def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[ValueSpec, Tensors, Sequence[Any]]:
         """Read a header, and receive what it announces."""
@@ -133,8 +135,8 @@ class HeaderedEdge(RemoteEdge):
                 self._transport.receive(overflow, self._peer, tag).wait()
                 meta = read_header(header, overflow)
         except MetadataError as error:
-            told = f"what {self._sender} announced to {self._receiver} is damaged: {error}"
-            raise MetadataError(told) from error
+            message = f"could not decode the header that {self._sender} sent to {self._receiver}: {error}"
+            raise MetadataError(message) from error
         meta = cast("ValueSpec", meta)
         # In inference mode changes of a new tensor would not be counted.
         with torch.inference_mode(False) if meta.shared else nullcontext():

@@ -63,7 +63,7 @@ class NegotiatedEdge(RemoteEdge):
     def _mismatch(self, step: Step, meta: ValueSpec, output: Any) -> MetadataError:
         found = describe(output, step.kin)
         error = mismatch(meta, found, sender=self._sender, receiver=self._receiver)
-        return error or MetadataError(f"{self._sender} gives a value that cannot be sent: {output!r}")
+        return error or MetadataError(f"{self._sender} returned a value that cannot be sent: {output!r}")
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""

@@ -35,8 +35,8 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
     for index, (_, treespec) in enumerate(taken_apart):
         if treespec != first.treespec:
             raise MicrobatchError(
-                f"microbatch {index} gives another structure of {name} than microbatch 0, so they cannot be merged: "
-                f"{treespec} and {first.treespec}",
+                f"microbatch {index} returned {name} with a different structure from microbatch 0, so they cannot be "
+                f"merged: {treespec} and {first.treespec}",
                 name=name,
             )
     columns = zip(*[leaves for leaves, _ in taken_apart], strict=True)

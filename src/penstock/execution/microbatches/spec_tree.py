@@ -110,7 +110,7 @@ def leaf_specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
 def _by_key(spec: dict[Any, Any], value: dict[Any, Any], name: str) -> list[tuple[Spec, Any, str]]:
     unknown = [key for key in spec if key not in value]
     if unknown:
-        raise MicrobatchError(f"the spec of {name} has {unknown[0]!r}, which {name} has not", name=name)
+        raise MicrobatchError(f"the spec of {name} has {unknown[0]!r}, which is not in {name}", name=name)
     return [(spec.get(key), child, f"{name}[{key!r}]") for key, child in value.items()]
 
 
@@ -127,7 +127,7 @@ def _by_field(spec: Any, value: Any, name: str) -> list[tuple[Spec, Any, str]]:
 def _by_place(spec: Any, value: Any, name: str) -> list[tuple[Spec, Any, str]]:
     specs, children = _children(spec) or [], _children(value)
     if children is None or len(children) != len(specs):
-        held = "is no container" if children is None else f"holds {len(children)}"
+        held = "is not a container" if children is None else f"holds {len(children)}"
         raise MicrobatchError(f"the spec of {name} is for {len(specs)} values, but {name} {held}", name=name)
     return [(spec, child, f"{name}[{index}]") for index, (spec, child) in enumerate(zip(specs, children, strict=True))]
 

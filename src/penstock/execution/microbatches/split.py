@@ -127,7 +127,7 @@ def is_presplit(value: Any) -> bool:
 
 def _split_together(trees: list[SpecTree], microbatches: int) -> list[list[Any]]:
     if microbatches < 1:
-        raise MicrobatchError(f"{microbatches} microbatches cannot be made; 1 is the least")
+        raise MicrobatchError(f"the number of microbatches must be at least 1, got {microbatches}")
     _agree(trees, microbatches)
     return [_split_tree(tree, microbatches) for tree in trees]
 
@@ -178,20 +178,25 @@ def _presplit(tree: SpecTree, index: int, value: Microbatches, microbatches: int
     if len(value) == microbatches:
         return value.values
     name = tree.place(index)
-    raise MicrobatchError(f"{name} is given as {len(value)} microbatches, but {microbatches} are run", name=name)
+    raise MicrobatchError(
+        f"{name} is given as {len(value)} microbatches, but the schedule has {microbatches}", name=name
+    )
 
 
 def _custom(tree: SpecTree, index: int, splitter: Splitter, microbatches: int) -> Sequence[Any]:
     kind = type(tree.leaves[index]).__qualname__
     if (dim := split_dim(tree.specs[index])) != 0:
         name = tree.place(index)
-        raise MicrobatchError(f"{name} is a {kind}, which its splitter splits, not along dimension {dim}", name=name)
+        raise MicrobatchError(
+            f"{name} is a {kind}, which has a registered splitter; TensorChunkSpec({dim}) does not apply to it",
+            name=name,
+        )
     pieces = splitter.split(tree.leaves[index], microbatches)
     if len(pieces) == microbatches:
         return pieces
     name = tree.place(index)
     raise MicrobatchError(
-        f"the splitter of {kind} has made {len(pieces)} microbatches of {name}, not {microbatches}", name=name
+        f"the splitter of {kind} returned {len(pieces)} microbatches of {name}, not {microbatches}", name=name
     )
 
 
@@ -201,7 +206,7 @@ def _broadcast(tree: SpecTree, index: int, microbatches: int) -> Sequence[Any]:
         return [value] * microbatches
     name, kind = tree.place(index), type(value).__qualname__
     raise MicrobatchError(
-        f"{name} is a {kind} that holds tensors, and how to split it is not known; call register_splitter({kind}, ...) "
+        f"{name} is a {kind} that contains tensors, and it has no splitter; call register_splitter({kind}, ...) "
         "or write Replicate in its spec if every microbatch needs all of it",
         name=name,
     )
@@ -234,8 +239,8 @@ def _agree(trees: list[SpecTree], microbatches: int) -> None:
         name = tree.place(index)
         raise MicrobatchError(
             f"{_describe(tree, index)} cannot be split into {microbatches} microbatches: it has {size} along "
-            f"dimension {split_dim(tree.specs[index])}; give at least {microbatches} samples (drop a last batch that "
-            "is smaller) or a schedule of fewer microbatches; if another dimension counts the samples, write "
+            f"dimension {split_dim(tree.specs[index])}; pass at least {microbatches} samples (drop a smaller last "
+            "batch) or use a schedule with fewer microbatches; if samples are along another dimension, write "
             "TensorChunkSpec(dim) in its spec",
             name=name,
         )
@@ -271,7 +276,7 @@ def _disagreement(one: tuple[SpecTree, int, int], other: tuple[SpecTree, int, in
     else:
         advice = (
             "write TensorChunkSpec(dim) in the spec of one to split another dimension, Replicate if every microbatch "
-            "needs all of it, or pass Microbatches([...]) with what you have split yourself"
+            "needs all of it, or pass Microbatches([...]) with values that you split yourself"
         )
     return MicrobatchError(
         f"{_describe(*one[:2])} and {_describe(*other[:2])} have {one[2]} and {other[2]} samples; {advice}", name=name

@@ -344,8 +344,8 @@ def _check_unchanged(operands: Sequence[torch.Tensor], versions: list[int]) -> N
         return
     now = next(one for one, version in zip(operands, versions, strict=True) if one._version != version)
     raise StageError(
-        f"a tensor of shape {tuple(now.shape)} was changed in place between the two halves of a backward, and the "
-        "gradient of a weight is made of it; change a copy of it, or change it after W"
+        f"a tensor of shape {tuple(now.shape)} was modified in place between the two halves of a backward (I and "
+        "W), but W needs it for the gradient of a weight; modify a copy, or modify it after W"
     )
 
 

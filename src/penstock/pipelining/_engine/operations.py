@@ -41,23 +41,23 @@ _SENDING: Final = (SEND_F, SEND_B)
 
 
 def _begins(
-    way: _Way, stage: Any, microbatch: int, told: tuple[str, ...], *, directly: bool
+    way: _Way, stage: Any, microbatch: int, labels: tuple[str, ...], *, directly: bool
 ) -> Callable[[MethodStep], Works]:
-    """What begins the messages of a microbatch; ``told`` is what whoever posts operations is told about them."""
+    """Begin the messages of a microbatch; ``labels`` are passed on to what posts operations."""
     if directly:
         begin = getattr(stage, way.directly)
         return lambda _: begin(microbatch)
-    return lambda step: step.post(getattr(stage, way.operations)(microbatch), *told)
+    return lambda step: step.post(getattr(stage, way.operations)(microbatch), *labels)
 
 
-def send_forward(stage: Any, microbatch: int, key: int, *told: str, directly: bool = False) -> Operation:
+def send_forward(stage: Any, microbatch: int, key: int, *labels: str, directly: bool = False) -> Operation:
     """Send an output."""
-    return _sending(_begins(_OUTPUTS, stage, microbatch, told, directly=directly), key)
+    return _sending(_begins(_OUTPUTS, stage, microbatch, labels, directly=directly), key)
 
 
-def send_backward(stage: Any, microbatch: int, key: int, *told: str, directly: bool = False) -> Operation:
+def send_backward(stage: Any, microbatch: int, key: int, *labels: str, directly: bool = False) -> Operation:
     """Send the gradient of an input."""
-    return _sending(_begins(_INPUT_GRADIENTS, stage, microbatch, told, directly=directly), key)
+    return _sending(_begins(_INPUT_GRADIENTS, stage, microbatch, labels, directly=directly), key)
 
 
 def _sending(begin: Callable[[MethodStep], Works], key: int) -> Operation:
@@ -92,26 +92,26 @@ def post_together(stages: Mapping[int, Any], cell: Posted, microbatches: int) ->
     return post
 
 
-def receive_forward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
+def receive_forward(stage: Any, microbatch: int, *labels: str, directly: bool = False) -> Operation:
     """Begin to receive an input."""
-    key, begin = (stage.stage_index, microbatch), _begins(_INPUTS, stage, microbatch, told, directly=directly)
+    key, begin = (stage.stage_index, microbatch), _begins(_INPUTS, stage, microbatch, labels, directly=directly)
 
     def receive(step: MethodStep) -> None:
         if key in step.forward_receives:
-            raise OrderError(f"{key[0]}RECV_F{microbatch} is there twice, without {key[0]}F{microbatch} between")
+            raise OrderError(f"{key[0]}RECV_F{microbatch} appears twice, without {key[0]}F{microbatch} in between")
         step.forward_receives[key] = begin(step)
 
     return receive
 
 
-def receive_backward(stage: Any, microbatch: int, *told: str, directly: bool = False) -> Operation:
+def receive_backward(stage: Any, microbatch: int, *labels: str, directly: bool = False) -> Operation:
     """Begin to receive the gradient of an output."""
     key = (stage.stage_index, microbatch)
-    begin = _begins(_OUTPUT_GRADIENTS, stage, microbatch, told, directly=directly)
+    begin = _begins(_OUTPUT_GRADIENTS, stage, microbatch, labels, directly=directly)
 
     def receive(step: MethodStep) -> None:
         if key in step.backward_receives:
-            raise OrderError(f"{key[0]}RECV_B{microbatch} is there twice, without a backward between")
+            raise OrderError(f"{key[0]}RECV_B{microbatch} appears twice, without a backward in between")
         step.backward_receives[key] = begin(step)
 
     return receive
@@ -142,7 +142,7 @@ def unsharding(stage: Any) -> Operation:
     def unshard(step: MethodStep) -> None:
         schedule = step.schedule
         if index in schedule.unsharded_stages or index in schedule.unshard_ops:
-            raise OrderError(f"{index}UNSHARD, but stage {index} is unsharded already")
+            raise OrderError(f"{index}UNSHARD, but stage {index} is already unsharded")
         for module in _sharded_parts(stage):
             schedule.unshard_ops[index].append(module.unshard(async_op=True))
 
@@ -156,7 +156,9 @@ def resharding(stage: Any) -> Operation:
     def reshard(step: MethodStep) -> None:
         schedule = step.schedule
         if index not in schedule.unsharded_stages or index in schedule.unshard_ops:
-            raise OrderError(f"{index}RESHARD, but stage {index} is not unsharded, or was not used since")
+            raise OrderError(
+                f"{index}RESHARD, but stage {index} is not unsharded, or has not been used since its UNSHARD"
+            )
         for module in _sharded_parts(stage):
             module.reshard()
         schedule.unsharded_stages.remove(index)

@@ -226,8 +226,8 @@ def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Ma
     needed = {part.stage_index for part in parts if part.computation_type is not OVERLAP_F_B}
     if needed - stages.keys():
         raise OrderError(
-            f"this rank has the stages {sorted(stages)}, and its order is for the stages {sorted(needed)}: give it "
-            "PipelineStage objects of these"
+            f"this rank holds stages {sorted(stages)}, but its schedule runs stages {sorted(needed)}; construct it "
+            "with PipelineStage objects for those"
         )
 
 

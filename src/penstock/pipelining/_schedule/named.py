@@ -135,7 +135,7 @@ def _check_rounds(schedule: Any, name: str) -> None:
     schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
     if microbatches % schedule.number_of_rounds != 0:
         raise ValueError(
-            f"{name} needs a multiple of the number of rounds ({schedule.number_of_rounds}) of microbatches, not "
+            f"{name} needs a number of microbatches that is a multiple of {schedule.number_of_rounds} rounds, not "
             f"{microbatches}"
         )
 
@@ -181,7 +181,7 @@ def _check_v(schedule: Any, name: str) -> None:
     schedule._place_stages(generate_stage_to_rank_mapping(ranks, stages, style="v"))
     schedule.num_stages = stages
     if schedule.n_local_stages != 2:
-        raise ValueError(f"{name} has exactly 2 stages per rank, not {schedule.n_local_stages}")
+        raise ValueError(f"{name} needs exactly 2 stages per rank, not {schedule.n_local_stages}")
 
 
 def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedule_name: str) -> None:
@@ -198,6 +198,6 @@ def _check_torch_compile_compatibility(stages: list[_PipelineStageBase], schedul
         parts = module.modules() if isinstance(module, torch.nn.Module) else ()
         if any(isinstance(part, compiling.OptimizedModule) for part in parts):
             raise RuntimeError(
-                f"{schedule_name} splits backwards, which torch.compile makes one piece of; compile functions within "
-                "the module instead, or take a schedule with whole backwards"
+                f"{schedule_name} splits backwards, which is not possible for a module under torch.compile; compile "
+                "functions within the module instead, or use a schedule with full backwards"
             )

@@ -108,7 +108,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
     try:
         return send_receive(schedule)
     except ScheduleError as error:
-        raise OrderError(f"the compute actions wait for each other in a circle:\n{schedule.grid()}") from error
+        raise OrderError(f"the compute actions deadlock:\n{schedule.grid()}") from error
 
 
 def _check_providers(rows: Mapping[int, Sequence[_Action | None]], rank_of: Callable[[int], int], stages: int) -> None:
@@ -128,7 +128,9 @@ def _check_providers(rows: Mapping[int, Sequence[_Action | None]], rank_of: Call
                     found = so_far if rank_of(other) == rank else made
                     if not any((other, provider, microbatch, None) in found for provider in need.any_of):
                         wanted = " or ".join(f"{other}{provider}{microbatch}" for provider in need.any_of)
-                        raise OrderError(f"rank {rank}, step {step}: {action} needs {wanted}, which is not made before")
+                        raise OrderError(
+                            f"rank {rank}, step {step}: {action} needs {wanted}, which does not run before it"
+                        )
             so_far.update(action.parts)
 
 
@@ -146,7 +148,7 @@ def _defer_recv_ops(actions: Mapping[int, Sequence[_Action]], stage_to_rank: Cal
                 pending.pop((stage, _RECEIVE_OF.get(kind), microbatch), None)
         if pending:
             left = ", ".join(map(str, pending.values()))
-            raise OrderError(f"rank {rank}: nothing that comes later uses what it receives in {left}")
+            raise OrderError(f"rank {rank}: no later action uses what it receives in {left}")
     return as_lowered_rows(defer_receives(as_schedule(actions, stage_to_rank)), sorted(actions))
 
 

@@ -47,7 +47,7 @@ def as_schedule(
     every = np.concatenate(codes) if codes else np.empty(0, np.int64)
     offsets = np.cumsum([0, *map(len, codes)])
     if len(every) and not packed.is_wellformed(every, offsets):
-        raise ScheduleError(f"there is no such action: {_first_malformed(rows)}; write e.g. _Action(2, F, 0)")
+        raise ScheduleError(f"invalid action: {_first_malformed(rows)}; write e.g. _Action(2, F, 0)")
     placement = None
     if rank_of is not None:
         place = {rank: number for number, rank in enumerate(ranks)}

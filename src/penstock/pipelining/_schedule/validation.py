@@ -29,15 +29,17 @@ def _validate_schedule(
         OrderError: it does not; an ``AssertionError``.
     """
     if set(actions) != set(range(pp_group_size)):
-        told = ", ".join(map(str, sorted(actions)))
-        raise OrderError(f"there are {pp_group_size} ranks, 0 to {pp_group_size - 1}, but rows for ranks {told}")
+        found = ", ".join(map(str, sorted(actions)))
+        raise OrderError(f"there are {pp_group_size} ranks (0 to {pp_group_size - 1}), but rows for ranks {found}")
     rank_of: dict[int, int] = {}
     done: dict[int, Done] = {stage: defaultdict(set) for stage in range(num_stages)}
     for rank, step, leaf in _leaves(actions):
         stage, kind, microbatch, _ = leaf
         where = f"rank {rank}, step {step}: {leaf}"
         if stage not in done:
-            raise OrderError(f"{where} is of stage {stage}, but the stages are 0 to {num_stages - 1}")
+            raise OrderError(
+                f"{where} refers to stage {stage}, but there are {num_stages} stages (0 to {num_stages - 1})"
+            )
         if rank_of.setdefault(stage, rank) != rank:
             raise OrderError(f"{where} is on rank {rank}, but stage {stage} is on rank {rank_of[stage]}")
         for need in NEEDS.get(kind, ()):

@@ -61,7 +61,7 @@ def encode(message: Any) -> list[torch.Tensor]:
     elif isinstance(message, _StageBackwardMeta):
         value = [_BACKWARD, [_written(meta) for meta in message.backward_metas]]
     else:
-        raise PipeliningMetadataError(f"stages tell each other what their tensors look like, not {message!r}")
+        raise PipeliningMetadataError(f"expected tensor metadata to send to another stage, got {message!r}")
     return [part for part in header_tensor(describe(value)) if part is not None]
 
 
@@ -77,8 +77,8 @@ def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | 
             receive(tensor)
         except RuntimeError as error:
             raise _NothingCameError(
-                "the other stage did not tell what its tensors look like; its process has failed or ended, see what it "
-                f"has printed ({error})"
+                "no tensor metadata arrived from the neighbouring stage; its process failed or exited, check its "
+                f"output ({error})"
             ) from error
 
     try:
@@ -86,11 +86,13 @@ def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | 
     except _NothingCameError:
         raise
     except MetadataError as error:
-        raise PipeliningMetadataError(f"what the other stage told of its tensors cannot be used: {error}") from error
+        raise PipeliningMetadataError(
+            f"the tensor metadata of the neighbouring stage cannot be used: {error}"
+        ) from error
     except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise PipeliningMetadataError(
-            f"what the other stage told of its tensors cannot be read ({type(error).__name__}: {error}); "
-            "do all ranks run one version of penstock?"
+            f"the tensor metadata of the neighbouring stage could not be decoded ({type(error).__name__}: {error}); "
+            "do all ranks run the same penstock version?"
         ) from error
 
 
@@ -104,7 +106,7 @@ def _received(receive: Callable[[torch.Tensor], Any], device: torch.device | str
         receive(overflow)
         found = read_header(header, overflow)
     if isinstance(found, int):
-        raise MetadataError("it does not end where it says that it does")
+        raise MetadataError("its length is not the one it states")
     return found.unflatten([])
 
 
@@ -113,13 +115,13 @@ def _message(value: Any) -> Message:
     if direction == _BACKWARD and not differing:
         return _StageBackwardMeta(tuple(_read(meta) for meta in metas))
     if direction != _FORWARD:
-        raise ValueError(f"a message that goes {direction!r}")
+        raise ValueError(f"unknown direction {direction!r}")
     first = _all_read(metas)
     if not differing:
         return _StageForwardMeta(first)
     kinds, others = differing
     if set(kinds) != set(range(1 + len(others))):
-        raise ValueError(f"{1 + len(others)} kinds of microbatches are described, and others occur")
+        raise ValueError(f"{1 + len(others)} kinds of microbatches are described, but others occur")
     return UnevenForwardMeta(first, _numbers(kinds), tuple(map(_all_read, others)))
 
 
@@ -147,7 +149,7 @@ def _read(value: Any) -> TensorMeta | None:
     (shape, stride, name, requires_grad), *distributed = value
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no element type")
+        raise TypeError(f"unknown element type {name!r}")
     plain = _size(shape), _numbers(stride), dtype, _FLAGS[requires_grad]
     if not distributed:
         return _TensorMeta(*plain)
@@ -181,7 +183,7 @@ def _written_placement(placement: Placement) -> list[Any]:
     if type(placement) is _StridedShard:
         return ["strided shard", placement.dim, placement.split_factor]
     raise PipeliningMetadataError(
-        f"a DTensor that is placed by {placement!r} cannot go from stage to stage; "
+        f"a DTensor placed by {placement!r} cannot be sent between stages; "
         "redistribute it to Shard, Replicate or Partial"
     )
 
@@ -196,7 +198,7 @@ def _read_placement(kind: str, *settings: Any) -> Placement:
     if kind == "strided shard":
         dim, split_factor = settings
         return _StridedShard(dim, split_factor=split_factor)
-    raise ValueError(f"no placement is called {kind!r}")
+    raise ValueError(f"unknown placement {kind!r}")
 
 
 def _read_layout(axes: Any) -> _MeshLayout | None:

@@ -14,7 +14,7 @@ from penstock.pipelining._stage.metadata import extract_tensor_meta
 if TYPE_CHECKING:
     from penstock.pipelining._stage.metadata import TensorMeta
 
-_INFERRED = "what was inferred is used"
+_INFERRED = "the inferred metadata is used"
 
 
 @overload
@@ -155,7 +155,7 @@ def validate_static_arg_grad_correspondence(
     kind = "input" if is_input else "output"
     if len(args) != len(grads):
         raise PipeliningMetadataError(
-            f"stage {stage_index} has {len(args)} {kind}_args but {len(grads)} {kind}_grads; give one for each, and "
+            f"stage {stage_index} has {len(args)} {kind}_args but {len(grads)} {kind}_grads; pass one for each, and "
             "None for a tensor that needs no gradient"
         )
     for index, (tensor, gradient) in enumerate(zip(args, grads, strict=True)):
@@ -167,14 +167,14 @@ def validate_static_arg_grad_correspondence(
             )
         if tensor.requires_grad and gradient is None:
             warnings.warn(
-                f"{place} has requires_grad=True, but {kind}_grads[{index}] is None; that is right only at the ends of "
-                "the pipeline",
+                f"{place} has requires_grad=True, but {kind}_grads[{index}] is None; that is correct only at the ends "
+                "of the pipeline",
                 UserWarning,
                 stacklevel=2,
             )
         if isinstance(tensor, DTensor) and gradient is not None and not isinstance(gradient, DTensor):
             raise PipeliningMetadataError(
-                f"{place} is a DTensor, but {kind}_grads[{index}] is a {type(gradient).__name__}; give a DTensor "
+                f"{place} is a DTensor, but {kind}_grads[{index}] is a {type(gradient).__name__}; pass a DTensor "
                 "(it may have other placements), or None"
             )
 

@@ -189,13 +189,13 @@ class StageCompute(StageMessages):
         trained = isinstance(module, torch.nn.Module) and any(one.requires_grad for one in module.parameters())
         if self.is_last and any(map(_needs_gradient, outputs)):
             raise RuntimeError(
-                f"stage {self.stage_index}: the loss does not require grad, though the output of the last stage does: "
-                "is it detached in loss_fn, made by .item() or under no_grad?"
+                f"stage {self.stage_index}: the loss does not require grad, although the output of the last stage "
+                "does; does loss_fn detach it, call .item() or run under no_grad?"
             )
         if self.is_last and (trained or (not self.is_first and has_inputs)):
             what = "parameters" if trained else "inputs"
             raise RuntimeError(
-                f"stage {self.stage_index}: neither the output of the last stage nor the loss requires grad, though "
+                f"stage {self.stage_index}: neither the output of the last stage nor the loss requires grad, although "
                 f"{what} of the stage do, so nothing is trained: {_CUT_OFF}"
             )
         if self.is_last:
@@ -278,8 +278,8 @@ class StageCompute(StageMessages):
         runner = self.dw_runner.pop(bwd_chunk_id, None)
         if runner is None:
             raise AssertionError(
-                f"{self.log_prefix} backward_weight_one_chunk for microbatch {bwd_chunk_id} comes after "
-                "backward_one_chunk(full_backward=False), which has not run"
+                f"{self.log_prefix} call backward_one_chunk(full_backward=False) for microbatch {bwd_chunk_id} before "
+                "backward_weight_one_chunk"
             )
         if self.dw_builder is not None:
             runner()
@@ -316,7 +316,7 @@ class StageCompute(StageMessages):
         """
         run = _BACKWARDS.get(backward_type)
         if run is None:
-            raise RuntimeError(f"no backward is called {backward_type!r}; there are full, input and weight")
+            raise RuntimeError(f"unknown backward_type {backward_type!r}; expected 'full', 'input' or 'weight'")
         parallel = self._parallel
         result: tuple[Gradients, list[dict[str, Any]] | None] = parallel.backward(
             backward_type, lambda: run(self, bwd_kwargs), bwd_kwargs.get("stage_output"), last_backward
@@ -397,11 +397,11 @@ class StageCompute(StageMessages):
             self._without_gradient = unshare_gradients(self._without_gradient)
 
     def _failure(self, what: str, beginning: Mapping[str, Any], error: Exception) -> RuntimeError:
-        told = {name: map_debug_info(value) for name, value in beginning.items()}
+        info = {name: map_debug_info(value) for name, value in beginning.items()}
         return RuntimeError(
             f"{self.log_prefix} Failed to run stage {what}: {type(error).__name__}: {error}\n"
-            f"Stage output: {told['stage_output']}\nOutput gradient: {told['output_grads']}\n"
-            f"Input: {told['input_values']}"
+            f"Stage output: {info['stage_output']}\nOutput gradient: {info['output_grads']}\n"
+            f"Input: {info['input_values']}"
         )
 
     def clear_runtime_states(self) -> None:

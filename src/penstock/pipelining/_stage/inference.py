@@ -74,7 +74,7 @@ class StageInference(_PipelineStageBase):
         vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
         votes = torch.tensor([vote, *(self._batch_samples or NOT_KNOWN)], dtype=torch.int32, device=self.device)
         if not self.is_first:
-            received = self._told(received_acc, self.stage_index - 1, len(votes))
+            received = self._receive_numbers(received_acc, self.stage_index - 1, len(votes))
             votes = torch.cat([votes[:1] * received[:1], received[1:]])
             samples = Samples(*votes[1:].tolist())
             self._batch_samples = None if samples == NOT_KNOWN else samples
@@ -85,12 +85,12 @@ class StageInference(_PipelineStageBase):
     def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
         """Take the outcome of the vote, and send it to the stage before."""
         following = self.stage_index if self.is_last else self.stage_index + 1
-        result = self._told(received_result, following, 1)[:1]
+        result = self._receive_numbers(received_result, following, 1)[:1]
         if not self.is_first and not self._is_same_rank(self.stage_index - 1):
             dist.send(result, dst=self._resolve_peer_global_rank(self.stage_index - 1), group=self.group)
         return result
 
-    def _told(self, here: torch.Tensor | None, stage: int, count: int) -> torch.Tensor:
+    def _receive_numbers(self, here: torch.Tensor | None, stage: int, count: int) -> torch.Tensor:
         """Numbers from another stage."""
         if not self._is_same_rank(stage):
             numbers = torch.zeros(count, dtype=torch.int32, device=self.device)
@@ -145,14 +145,14 @@ class StageInference(_PipelineStageBase):
         tensors = [value for value in flatten_args(copies.kwargs) if isinstance(value, torch.Tensor)]
         self._fwd_kwargs_tensors_for_bwd_meta = tuple(tensors) if distributed else ()
         if self._stage_meta.outputs is None:
-            raise PipeliningMetadataError(f"stage {self.stage_index} returned None, where the next stage needs tensors")
-        told = _StageForwardMeta(self._stage_meta.outputs)
+            raise PipeliningMetadataError(f"stage {self.stage_index} returned None, but the next stage needs tensors")
+        meta = _StageForwardMeta(self._stage_meta.outputs)
         if self._kinds:
             others = tuple(metas.outputs or () for metas in self._other_metas)
-            told = UnevenForwardMeta(self._stage_meta.outputs, self._kinds, others)
+            meta = UnevenForwardMeta(self._stage_meta.outputs, self._kinds, others)
         if self.is_last or self._is_same_rank(self.stage_index + 1):
-            return told
-        self._send_meta(told, self.stage_index + 1)
+            return meta
+        self._send_meta(meta, self.stage_index + 1)
         return None
 
     def _inference_inputs(
@@ -165,8 +165,8 @@ class StageInference(_PipelineStageBase):
         if self.is_first:
             if args is None or isinstance(args, _StageForwardMeta):
                 raise PipeliningMetadataError(
-                    f"stage {self.stage_index} is the first, and needs the arguments of the model, not "
-                    f"{type(args).__name__}: pass them to step() on its rank"
+                    f"stage {self.stage_index} is the first and needs the arguments of the model, not "
+                    f"{type(args).__name__}; pass them to step() on its rank"
                 )
             tensors = validate_and_normalize_to_tuple(args) or ()
             self._stage_meta.inputs = extract_tensor_metas(tensors)
@@ -177,16 +177,16 @@ class StageInference(_PipelineStageBase):
             return self._stand_ins(tensors), [
                 self._call(one) for one in zip(called, self._first_of_kind(), strict=True)
             ]
-        told = args if self._is_same_rank(self.stage_index - 1) else self._recv_meta(self.stage_index - 1)
-        if not isinstance(told, _StageForwardMeta):
+        received = args if self._is_same_rank(self.stage_index - 1) else self._recv_meta(self.stage_index - 1)
+        if not isinstance(received, _StageForwardMeta):
             raise PipeliningMetadataError(
-                f"stage {self.stage_index}: stage {self.stage_index - 1} told {type(told).__name__}, where what comes "
-                "out of it is needed"
+                f"stage {self.stage_index}: stage {self.stage_index - 1} sent {type(received).__name__}, but the "
+                "metadata of its outputs is needed"
             )
-        self._stage_meta.inputs = told.forward_metas
-        self._kinds, others = (told.kinds, told.others) if isinstance(told, UnevenForwardMeta) else ((), ())
+        self._stage_meta.inputs = received.forward_metas
+        self._kinds, others = (received.kinds, received.others) if isinstance(received, UnevenForwardMeta) else ((), ())
         further = [self._call(one) for one in zip(others, self._first_of_kind(), strict=True)]
-        return self._stand_ins(told.forward_metas), further
+        return self._stand_ins(received.forward_metas), further
 
     def _first_of_kind(self) -> list[int]:
         """The first microbatch of every kind but the first."""
@@ -258,7 +258,7 @@ class StageInference(_PipelineStageBase):
         metas = self._stage_meta.inputs
         if outputs is None or inputs is None or metas is None:
             raise PipeliningMetadataError(
-                f"stage {self.stage_index}: gradients follow from a forward, which must be inferred first"
+                f"stage {self.stage_index}: infer the forward first; the gradients' metadata follows from it"
             )
         self._forget_dry_run()
         self._stage_meta.output_grads = self._following_gradients(loss_fn, target, received_grad_meta)
@@ -275,10 +275,10 @@ class StageInference(_PipelineStageBase):
         for other in self._other_metas:
             other.input_grads = _like(input_grads, other.inputs)
             other.output_grads = _like(self._stage_meta.output_grads, other.outputs)
-        told = _StageBackwardMeta(input_grads)
+        meta = _StageBackwardMeta(input_grads)
         if self.is_first or self._is_same_rank(self.stage_index - 1):
-            return told
-        self._send_meta(told, self.stage_index - 1)
+            return meta
+        self._send_meta(meta, self.stage_index - 1)
         return None
 
     def _following_gradients(
@@ -289,22 +289,22 @@ class StageInference(_PipelineStageBase):
             if loss_fn is None or target is None:
                 missing = "loss_fn" if loss_fn is None else "target"
                 raise PipeliningMetadataError(
-                    f"stage {self.stage_index} is the last, and has no {missing}; pass target= to step() on its rank"
+                    f"stage {self.stage_index} is the last, but has no {missing}; pass target= to step() on its rank"
                 )
             return None
-        told = received if self._is_same_rank(self.stage_index + 1) else self._recv_meta(self.stage_index + 1)
-        if not isinstance(told, _StageBackwardMeta):
+        meta = received if self._is_same_rank(self.stage_index + 1) else self._recv_meta(self.stage_index + 1)
+        if not isinstance(meta, _StageBackwardMeta):
             raise PipeliningMetadataError(
-                f"stage {self.stage_index}: stage {self.stage_index + 1} told {type(told).__name__}, where the "
-                "gradients of its inputs are needed"
+                f"stage {self.stage_index}: stage {self.stage_index + 1} sent {type(meta).__name__}, but the metadata "
+                "of its input gradients is needed"
             )
         outputs = self._stage_meta.outputs or ()
-        for index, (output, gradient) in enumerate(zip(outputs, told.backward_metas, strict=True)):
+        for index, (output, gradient) in enumerate(zip(outputs, meta.backward_metas, strict=True)):
             if gradient is not None and not output.requires_grad:
                 raise PipeliningMetadataError(
-                    f"stage {self.stage_index}: a gradient comes for output {index}, which has requires_grad=False"
+                    f"stage {self.stage_index}: output {index} receives a gradient, but has requires_grad=False"
                 )
-        return told.backward_metas
+        return meta.backward_metas
 
     def _inference_roots(
         self,
@@ -334,7 +334,7 @@ class StageInference(_PipelineStageBase):
         if isinstance(arg, TensorMeta):
             return arg.to_tensor(self.device)
         raise PipeliningMetadataError(
-            f"stage {self.stage_index}: a {type(arg).__name__} cannot be made a tensor: {arg}"
+            f"stage {self.stage_index}: a {type(arg).__name__} cannot be converted to a tensor: {arg}"
         )
 
     def _ones_from_metadata(self, meta: TensorMeta) -> torch.Tensor:

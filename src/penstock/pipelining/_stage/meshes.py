@@ -42,13 +42,13 @@ class _MeshCache:
         names, layout = key
         if self._get_mesh_cb is None:
             raise PipeliningMetadataError(
-                f"no mesh is known with mesh_dim_names={names} and mesh_layout={layout}; pass get_mesh= to the stage, "
+                f"unknown mesh with mesh_dim_names={names} and mesh_layout={layout}; pass get_mesh= to the stage, "
                 "or example tensors that are DTensors"
             )
         found: DeviceMesh | None = self._get_mesh_cb(names, layout)
         if found is None:
             raise PipeliningMetadataError(
-                f"get_mesh returned None for mesh_dim_names={names} and mesh_layout={layout}; it must know the "
+                f"get_mesh returned None for mesh_dim_names={names} and mesh_layout={layout}; it must return the "
                 "meshes of all stages"
             )
         self._cache[key] = found

@@ -166,9 +166,9 @@ class StageMessages(StageState):
                 return None
             raise PipeliningMetadataError(
                 f"stage {self.stage_index} microbatch {microbatch}: input {index} has a gradient, but none was agreed, "
-                "so the stage before does not wait for it. DTensor grad metadata cannot be derived from that of the "
-                "activation, because the gradient may be placed otherwise: pass input_grads and output_grads, or let "
-                "a microbatch that has this gradient be the first"
+                "so the previous stage does not wait for it. DTensor grad metadata cannot be derived from that of the "
+                "activation, because the gradient may have other placements; pass input_grads and output_grads, or "
+                "make a microbatch with this gradient the first"
             )
         if gradient is None:
             return as_wire(spec_of(meta).empty(self.device).zero_())
@@ -187,7 +187,7 @@ class StageMessages(StageState):
         if inputs is not None and input_idx < len(inputs):
             return _derive_grad_metas((inputs[input_idx],))[0]
         raise PipeliningMetadataError(
-            f"stage {self.stage_index}: input {input_idx} has a gradient to be sent, but no metadata is known for it"
+            f"stage {self.stage_index}: input {input_idx} has a gradient to send, but no metadata for it"
         )
 
     def _create_grad_send_info(self, args_recv_info: tuple[_RecvInfo, ...]) -> list[int | None]:
@@ -200,39 +200,43 @@ class StageMessages(StageState):
         for info, tensor in zip(self.args_recv_info[mb_index], outputs, strict=True):
             if not isinstance(tensor, torch.Tensor):
                 raise AssertionError(
-                    f"stage {self.stage_index} microbatch {mb_index}: the stage before gave a {type(tensor).__name__}, "
-                    "where a tensor is needed"
+                    f"stage {self.stage_index} microbatch {mb_index}: the previous stage returned a "
+                    f"{type(tensor).__name__}, but a tensor is needed"
                 )
             if info.is_root_arg:
-                raise AssertionError(f"stage {self.stage_index} takes its inputs from no other stage: it is the first")
+                raise AssertionError(
+                    f"stage {self.stage_index} is the first, so it has no previous stage to get inputs from"
+                )
             info.put(to_local_if_dtensor(tensor, detach=True))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
         """The gradients of a microbatch's inputs, for the stage before, which is on the same rank."""
         if not self.has_backward:
-            raise AssertionError(f"stage {self.stage_index} has no backward, and so no gradients to give")
+            raise AssertionError(f"stage {self.stage_index} has no backward, so it has no input gradients")
         if self.is_first:
-            raise AssertionError(f"stage {self.stage_index} is the first: its gradients go to no other stage")
+            raise AssertionError(
+                f"stage {self.stage_index} is the first, so it has no previous stage to pass gradients to"
+            )
         self._check_chunk_id(mb_index)
         return self.bwd_cache.pop(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
         """Take gradients from the next stage, which is on the same rank, as those of a microbatch's outputs."""
         if not isinstance(next_stage_bwd_outputs, tuple):
-            raise AssertionError(f"gradients come in a tuple, not in a {type(next_stage_bwd_outputs).__name__}")
+            raise AssertionError(f"expected a tuple of gradients, got a {type(next_stage_bwd_outputs).__name__}")
         if not self.has_backward:
-            raise AssertionError(f"stage {self.stage_index} has no backward, and so no use for gradients")
+            raise AssertionError(f"stage {self.stage_index} has no backward, so it does not take output gradients")
         if self.is_last:
-            raise AssertionError(f"stage {self.stage_index} is the last: its gradients come from no other stage")
+            raise AssertionError(f"stage {self.stage_index} is the last, so it has no next stage to get gradients from")
         for info, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs, strict=True):
             if tensor is None:
                 if info.tensor_meta is not None or info.buffer is not None:
                     _zero(info, self.device)
                 continue
             if not isinstance(tensor, torch.Tensor):
-                raise AssertionError(f"the next stage gave a {type(tensor).__name__}, where a gradient is needed")
+                raise AssertionError(f"the next stage returned a {type(tensor).__name__}, but a gradient is needed")
             if info.is_root_arg:
-                raise AssertionError(f"stage {self.stage_index}: {info.input_name} is no gradient that is received")
+                raise AssertionError(f"stage {self.stage_index}: {info.input_name} is not a received gradient")
             info.put(to_local_if_dtensor(tensor))
 
     def _map_tensor_from_recv_info(self, recv_infos: tuple[_RecvInfo, ...]) -> Any:

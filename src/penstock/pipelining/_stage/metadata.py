@@ -218,7 +218,7 @@ def extract_tensor_metas(
     if not allow_none and None in metas:
         place = metas.index(None)
         raise PipeliningMetadataError(
-            f"value {place} of {len(metas)} is {type(tensors[place]).__name__}, where a tensor is needed; "
+            f"value {place} of {len(metas)} is {type(tensors[place]).__name__}, but a tensor is needed; "
             "pass allow_none=True if a value may be missing"
         )
     return metas

@@ -81,8 +81,9 @@ def check_samples(counts: Mapping[str, Samples], batch: Samples | None, microbat
     for name, samples in counts.items():
         if not samples.is_whole and not _gives_equal_parts(samples, microbatches):
             raise _ChunkValueError(
-                f"{name} {samples}, and each rank splits its own, which does not give {microbatches} microbatches of "
-                f"one size; make the number of samples a multiple of {microbatches} times the number of shards",
+                f"{name} {samples}; each rank splits its own samples, and these do not give {microbatches} "
+                f"microbatches of equal size; make the number of samples a multiple of {microbatches} times the "
+                "number of shards",
                 name=name,
             )
         for other, its_samples in known.items():
@@ -90,7 +91,7 @@ def check_samples(counts: Mapping[str, Samples], batch: Samples | None, microbat
                 raise _ChunkValueError(
                     f"{name} {samples}, but {other} {its_samples}. Each rank splits its own samples, so their "
                     "microbatches would hold different ones; distribute both with the same placements, or split them "
-                    "yourself: arg_mbs, kwarg_mbs and target_mbs",
+                    "yourself and pass arg_mbs, kwarg_mbs and target_mbs",
                     name=name,
                 )
         known.setdefault(name, samples)

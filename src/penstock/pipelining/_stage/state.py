@@ -78,7 +78,9 @@ class StageState:
     ) -> None:
         super().__init__()
         if stage_index >= num_stages:
-            raise ValueError(f"stage index {stage_index} is out of range: there are {num_stages} stages, from 0 on")
+            raise ValueError(
+                f"stage index {stage_index} is out of range: there are {num_stages} stages (0 to {num_stages - 1})"
+            )
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -89,7 +91,7 @@ class StageState:
         self.group_size = dist.get_world_size(group)
         if self.group_size > num_stages:
             raise RuntimeError(
-                f"the pipeline group has {self.group_size} ranks for {num_stages} stages: each rank needs one at least"
+                f"the pipeline group has {self.group_size} ranks but {num_stages} stages; each rank needs at least one"
             )
         self.log_prefix = f"[Stage {stage_index}]"
         self.has_backward = False
@@ -170,7 +172,9 @@ class StageState:
 
     def _check_chunk_id(self, chunk_id: int) -> None:
         if self.chunks is None:
-            raise RuntimeError(f"{self.log_prefix} microbatch {chunk_id}: how many there are is not known yet (chunks)")
+            raise RuntimeError(
+                f"{self.log_prefix} microbatch {chunk_id}: the number of microbatches (chunks) is not known yet"
+            )
         if chunk_id >= self.chunks:
             raise RuntimeError(f"{self.log_prefix} microbatch {chunk_id} is out of range [0, {self.chunks})")
 

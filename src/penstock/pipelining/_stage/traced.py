@@ -74,7 +74,7 @@ class _PipelineStage(_PipelineStageBase):
         """Which stage a module of the graph is."""
         if submod_name not in self.submod_to_stage_index:
             known = ", ".join(self.submod_to_stage_index)
-            raise PipeliningMetadataError(f"no stage is called {submod_name!r}; there are {known}")
+            raise PipeliningMetadataError(f"unknown stage {submod_name!r}; the stages are {known}")
         return self.submod_to_stage_index[submod_name]
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
@@ -167,7 +167,7 @@ class _PipelineStage(_PipelineStageBase):
         nodes = [node for node in graph.nodes if node.op == "output"]
         if len(nodes) != 1:
             raise PipeliningMetadataError(
-                f"the graph of stage {self.stage_index} should have one output node, and has {len(nodes)}"
+                f"the graph of stage {self.stage_index} should have one output node, but has {len(nodes)}"
             )
         output: fx.Node = nodes[0]
         return output

@@ -88,8 +88,8 @@ def to_wire(tensor: torch.Tensor, spec: TensorSpec, what: str) -> torch.Tensor:
         differs = "shape" if tensor.shape != spec.shape else "dtype"
         found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         raise PipeliningMetadataError(
-            f"{what}: {differs} mismatch: it is {found}, but {spec} was agreed when the first step of its kind began; "
-            "give all batches the same size, e.g. drop the last batch of an epoch, or pad it"
+            f"{what}: {differs} mismatch: it is {found}, but {spec} was agreed in the first step of its kind; "
+            "use the same size for all batches, e.g. drop or pad the last one of an epoch"
         )
     return as_wire(spec.to_layout(tensor))
 

@@ -27,7 +27,7 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
     """See ``Pipeline.check_parity``."""
     pipe._begin_call(_CALL)
     if pipe._forward_only:
-        raise StageError("check_parity compares gradients, and this schedule has no backward")
+        raise StageError("check_parity compares gradients, but this schedule has no backward")
     parameters = parameters_of(pipe.stages)
     values: Values = {}
     with pipe._telling, torch.enable_grad(), preserved_pipeline(pipe, parameters, values) as begin:
@@ -71,8 +71,8 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
         ]
     if trained:
         raise StageError(
-            f"{trained[0]} was changed while gradients were compared, and is as before now: does a hook step an "
-            "optimizer? Remove such hooks for the time of check_parity"
+            f"{trained[0]} changed during check_parity (it has been restored); does a hook step an optimizer? "
+            "Remove such hooks while check_parity runs"
         )
     parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction, copies)
     if parity.wrong:

@@ -96,7 +96,7 @@ def gather_differences(pipe: Pipeline, mine: Sequence[Difference]) -> list[Diffe
         try:
             found += [Difference(**fields) for fields in json.loads(data)]
         except (TypeError, ValueError) as error:
-            raise MetadataError("a rank told its differences in a way that cannot be read") from error
+            raise MetadataError("could not decode the differences that a rank sent") from error
     return sorted(found, key=lambda one: (-one.stage, one.name != "loss", -one.order, one.way))
 
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def reduction_of(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
     """What the rank of the last stage finds, told to all."""
     mine = asdict(_reduced(pipe, unsplit, losses, target)) if pipe.has_last else {}
-    told = pipe.transport.exchange(json.dumps(mine).encode())[pipe.schedule.placement.rank_of[-1]]
+    report = pipe.transport.exchange(json.dumps(mine).encode())[pipe.schedule.placement.rank_of[-1]]
     try:
-        return Reduction(**json.loads(told))
+        return Reduction(**json.loads(report))
     except (TypeError, ValueError) as error:
-        raise MetadataError("the rank of the last stage told its losses in a way that cannot be read") from error
+        raise MetadataError("could not decode the losses sent by the last stage's rank") from error
 
 
 def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
@@ -47,9 +47,9 @@ def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
     except Exception as error:
         return Reduction(unchecked=f"loss_fn fails for the whole batch, with {type(error).__name__}: {error}")
     if not all(_alike(one, other) for one, other in zip(again, losses, strict=True)):
-        return Reduction(unchecked="loss_fn gives another loss when it is called again with the same values")
+        return Reduction(unchecked="loss_fn returns a different loss when called again with the same values")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        return Reduction(unchecked="loss_fn does not give one number for the whole batch")
+        return Reduction(unchecked="loss_fn does not return one number for the whole batch")
     scale = 1.0 if pipe._scaling is None else pipe._scaling.scale
     counted = [share / scale * float(one) for share, one in zip(unsplit.shares, losses, strict=True)]
     whole, size = float(loss.detach()), math.fsum(abs(one) for one in counted)
@@ -59,10 +59,10 @@ def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
 def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], target: Any) -> tuple[Any, Any]:
     """The outputs and the targets of all microbatches, each as one."""
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
-        raise MicrobatchError("the last stage gives a number for each microbatch, and none for the whole batch")
+        raise MicrobatchError("the last stage returns one number per microbatch, and none for the whole batch")
     output = merge(copy_as_leaves(outputs), pipe._output_spec)
     if is_presplit(output):
-        raise MicrobatchError("output_spec keeps the outputs of the microbatches apart")
+        raise MicrobatchError("output_spec keeps the outputs of the microbatches separate")
     if is_presplit(target):
         target = merge(targets, pipe._batches.specs["target_spec"], name="target")
     return output, target

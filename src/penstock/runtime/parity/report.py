@@ -50,11 +50,11 @@ class Difference:
 
     def __str__(self) -> str:
         what = "the loss" if self.name == "loss" else f"{self.name} of {self.module}"
-        told = "with the schedule" if self.way == SCHEDULED else "when its backward runs in two halves"
+        way = "with the schedule" if self.way == SCHEDULED else "when its backward runs in two halves"
         if self.largest == float("inf"):
-            return f"stage {self.stage}, {what}: {told} there is a gradient missing, one too many, or not a number"
+            return f"stage {self.stage}, {what}: {way} a gradient is missing, unexpected, or not a number"
         return (
-            f"stage {self.stage}, {what}: {told} the largest difference is {self.largest:.2g}, in a "
+            f"stage {self.stage}, {what}: {way} the largest difference is {self.largest:.2g}, in a "
             f"{'loss' if self.name == 'loss' else 'gradient'} of size {self.size:.2g}"
         )
 
@@ -84,10 +84,10 @@ class Reduction:
     def __str__(self) -> str:
         if self.unchecked:
             return (
-                f"whether the losses of the microbatches make that of the whole batch was not checked: {self.unchecked}"
+                f"whether the microbatches' losses add up to that of the whole batch was not checked: {self.unchecked}"
             )
-        told = f"the loss of the whole batch is {self.whole:.6g}, that of the microbatches together {self.together:.6g}"
-        return told if self.fits else f"{told}: is loss_fn a mean over samples? {_OTHERWISE}"
+        fact = f"the loss of the whole batch is {self.whole:.6g}, that of the microbatches together {self.together:.6g}"
+        return fact if self.fits else f"{fact}: is loss_fn a mean over samples? {_OTHERWISE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,31 +120,31 @@ class Parity:
         return max((one.relative for one in self.differences), default=0.0)
 
     def __str__(self) -> str:
-        told, reduction = self._told(), str(self.reduction)
-        lines = [*told, reduction] if self.wrong or self.reduction.fits else [reduction, *told]
-        return "\n".join([*lines, *self._told_copies()])
+        differences, reduction = self._describe_differences(), str(self.reduction)
+        lines = [*differences, reduction] if self.wrong or self.reduction.fits else [reduction, *differences]
+        return "\n".join([*lines, *self._describe_copies()])
 
-    def _told(self) -> list[str]:
+    def _describe_differences(self) -> list[str]:
         wrong = self.wrong
         if not wrong:
-            told = f"{len(self.differences)} gradients and losses match those of the stages run one after the other"
-            return [f"{told}, microbatch by microbatch"]
-        told = f"{len(wrong)} of {len(self.differences)} gradients and losses differ from those of the stages"
-        lines = [f"{told} run one after the other:"]
+            fact = f"{len(self.differences)} gradients and losses match those of the stages run one after the other"
+            return [f"{fact}, microbatch by microbatch"]
+        fact = f"{len(wrong)} of {len(self.differences)} gradients and losses differ from those of the stages"
+        lines = [f"{fact} run one after the other:"]
         lines += [f"- {one}" for one in wrong[:_SHOWN]]
         if len(wrong) > _SHOWN:
             lines.append(f"- and {len(wrong) - _SHOWN} more")
         if self.random:
             lines.append(
-                "The unsplit model itself gives other gradients when it is run again from the same random state: it "
-                "draws random numbers of its own, or computes in an order that varies. This probe cannot judge it."
+                "The unsplit model itself gives different gradients when run again with the same random state: it has "
+                "a generator that is not restored, or a nondeterministic operation, so check_parity cannot judge it."
             )
         return lines
 
-    def _told_copies(self) -> list[str]:
+    def _describe_copies(self) -> list[str]:
         lines = [
-            f"{', '.join(places)} have equal values, and each was compared by itself: if they are one parameter of the "
-            "model (tied weights), nothing adds up their gradients, and they will train apart"
+            f"{', '.join(places)} have equal values, and each was compared separately: if they are one parameter of "
+            "the model (tied weights), their gradients are not added up, and they will train apart"
             for places in self.copies[:_SHOWN]
         ]
         more = len(self.copies) - _SHOWN
