@@ -554,7 +554,7 @@ GARBAGE = {
     "zeros": lambda data: bytes(len(data)),
     "truncated": lambda data: data[:20].ljust(len(data), b"\0"),
     "short": lambda data: data[:20],
-    "a flipped bit": lambda data: data[:30] + bytes([data[30] ^ 4]) + data[31:],
+    "a flipped bit": lambda data: data[:30] + bytes([byte ^ 4 for byte in data[30:31]]) + data[31:],
     "another version": lambda data: sealed(started(9, 60) + data[10:]),
     "a longer length": lambda data: started(VERSION, 5000) + data[10:],
     "a huge length": lambda data: sealed(started(VERSION, 2**32 - 1) + data[10:]),
@@ -648,7 +648,7 @@ WORDS = {
     "nothing": lambda data: b"",
     "cut off": lambda data: data[:-3],
     "a huge length": lambda data: b"\xff\xff\xff\x7f" + data[4:],
-    "a flipped bit": lambda data: data[:30] + bytes([data[30] ^ 4]) + data[31:],
+    "a flipped bit": lambda data: data[:30] + bytes([byte ^ 4 for byte in data[30:31]]) + data[31:],
     "fewer microbatches": lambda data: b"\4\0\0\0" + data[4:8] + data[16:],
     "an unknown kind": lambda data: data[:4] + b"\1\0\0\0" + data[8:],
 }
