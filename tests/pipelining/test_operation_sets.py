@@ -16,6 +16,7 @@ from penstock.pipelining._engine import selection
 from penstock.pipelining._engine.selection import Mode, select_mode, step_scope
 from penstock.pipelining._schedule import base as _schedule_base
 from penstock.pipelining._stage.compute import StageCompute
+from penstock.pipelining.stage import _PipelineStageBase
 from pipelining.contracts import (
     CPU,
     OURS,
@@ -145,6 +146,22 @@ def test_an_action_is_one_function_unless_something_else_wants_to_know(stage):
     assert select_mode([builder], schedules, is_plain=True) is Mode.DIRECT
     stage._runtime_validate = True
     assert select_mode([stage], schedules, is_plain=True) is Mode.DIRECT
+
+
+class Bare(_PipelineStageBase):
+    """A stage that finds no shapes itself."""
+
+    def _prepare_forward_infra(self, *args, **kwargs): ...
+
+    def _prepare_backward_infra(self, *args, **kwargs): ...
+
+    def _create_grad_recv_info(self, *args, **kwargs): ...
+
+
+def test_a_stage_that_knows_no_shapes_runs_by_methods(stage):
+    bare = Bare(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
+    assert select_mode([stage], schedules, is_plain=True) is Mode.NATIVE
+    assert select_mode([stage, bare], schedules, is_plain=True) is Mode.DIRECT
 
 
 def modes_of(schedule, *args, **kwargs):

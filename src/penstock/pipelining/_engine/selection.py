@@ -10,6 +10,7 @@ import torch
 
 from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
 from penstock.pipelining._stage.compute import is_unmodified
+from penstock.pipelining._stage.inference import StageInference
 from penstock.pipelining._stage.parallel import NotShared
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def _sends_as_written(stages: Sequence[Any]) -> bool:
 def _is_plain(stage: Any) -> bool:
     """Whether nothing of a stage is replaced that a step uses, and its module is not shared."""
     return (
-        is_unmodified(stage, *_ALL)
+        isinstance(stage, StageInference)  # which knows what goes between stages
+        and is_unmodified(stage, *_ALL)
         and _makes_weights_itself(stage)
         and not stage._runtime_validate
         and not stage._has_own_buffers
