@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from penstock.pipelining import stage as our_stage
-from penstock.pipelining._stage.announcement import UnevenForwardMeta, decode, encode
+from penstock.pipelining._stage.announcement import DetailedForwardMeta, decode, encode
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -75,7 +75,7 @@ distributed = some.builds(
 )
 metas = some.one_of(plain, distributed)
 several = some.builds(
-    lambda first, others: UnevenForwardMeta(first, (0, *range(1, 1 + len(others)), 0), tuple(others)),
+    lambda first, others: DetailedForwardMeta(first, (0, *range(1, 1 + len(others)), 0), tuple(others)),
     some.lists(metas, max_size=3).map(tuple),
     some.lists(some.lists(metas, max_size=3).map(tuple), max_size=3),
 )

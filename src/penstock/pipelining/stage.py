@@ -22,6 +22,7 @@ from penstock.pipelining._backward import (
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._stage.base import _PipelineStageBase
 from penstock.pipelining._stage.inference import StageInference, with_gradients
+from penstock.pipelining._stage.sharing import find_shared
 from penstock.pipelining._stage.traced import _PipelineStage, build_stage
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple, _RecvInfo
 from penstock.pipelining._utils import (
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
     import torch
     from torch import nn
+
+    from penstock.execution.shared_memory import Groups
 
 # Programs with stages of their own take from here what these are made of, too.
 __all__ = [
@@ -102,6 +105,9 @@ class PipelineStage(StageInference):
         get_mesh: finds the mesh of a DTensor that comes from another stage.
     """
 
+    #: Which of the examples share memory: inputs, and outputs.
+    _shared_examples: tuple[Groups, Groups] = (), ()
+
     def __init__(
         self,
         submodule: nn.Module,
@@ -130,6 +136,7 @@ class PipelineStage(StageInference):
             extract_tensor_metas(gradients_in, allow_none=True),
             extract_tensor_metas(gradients_out, allow_none=True),
         )
+        self._shared_examples = find_shared(inputs or ()), find_shared(outputs or ())
         for examples in (inputs, outputs, gradients_in, gradients_out):
             self._mesh_cache.update_from_tensors(examples or ())
         if self._user_meta.has_dtensors():
@@ -154,6 +161,7 @@ class PipelineStage(StageInference):
         if self._inference_mode.value == InferenceMode.STATIC.value:
             examples = self._user_meta
             self._kinds = self._other_metas = ()
+            self._shared_inputs, self._shared_outputs = self._shared_examples
             trained = has_backward and not self.is_first
             self._stage_meta.inputs = with_gradients(examples.inputs) if trained else examples.inputs
             trained = has_backward and not self.is_last

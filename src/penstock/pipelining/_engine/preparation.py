@@ -19,6 +19,8 @@ _PREPARED: Final = (
     "_kinds",
     "_other_metas",
     "_inference_mode",
+    "_shared_inputs",
+    "_shared_outputs",
 )
 #: Where a stage has the mark of the preparation that it is in.
 _MARK: Final = "_preparation"

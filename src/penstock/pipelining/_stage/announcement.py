@@ -26,18 +26,22 @@ if TYPE_CHECKING:
     from torch.distributed._mesh_layout import _MeshLayout
     from torch.distributed.tensor.placement_types import Placement
 
+    from penstock.execution.shared_memory import Groups
+
 
 @dataclass(frozen=True, slots=True)
-class UnevenForwardMeta(_StageForwardMeta):
-    """What a stage tells the next one where microbatches differ in their shapes.
+class DetailedForwardMeta(_StageForwardMeta):
+    """What a stage sends the next one if microbatches differ in their shapes, or outputs share memory.
 
     Attributes:
-        kinds: which kind each microbatch is of.
+        kinds: which kind each microbatch is of; empty if all are of one.
         others: the outputs for kinds other than the first.
+        shared: which outputs share memory.
     """
 
     kinds: tuple[int, ...] = ()
     others: tuple[tuple[TensorMeta, ...], ...] = ()
+    shared: Groups = ()
 
 
 Message = _StageForwardMeta | _StageBackwardMeta
@@ -56,8 +60,9 @@ def encode(message: Any) -> list[torch.Tensor]:
     """
     if isinstance(message, _StageForwardMeta):
         value: list[Any] = [_FORWARD, [_written(meta) for meta in message.forward_metas]]
-        if isinstance(message, UnevenForwardMeta):
+        if isinstance(message, DetailedForwardMeta):
             value += [list(message.kinds), [[_written(meta) for meta in metas] for metas in message.others]]
+            value += [[list(group) for group in message.shared]]
     elif isinstance(message, _StageBackwardMeta):
         value = [_BACKWARD, [_written(meta) for meta in message.backward_metas]]
     else:
@@ -119,10 +124,13 @@ def _message(value: Any) -> Message:
     first = _all_read(metas)
     if not differing:
         return _StageForwardMeta(first)
-    kinds, others = differing
-    if set(kinds) != set(range(1 + len(others))):
+    kinds, others, shared = differing
+    if (kinds or others) and set(kinds) != set(range(1 + len(others))):
         raise ValueError(f"{1 + len(others)} kinds of microbatches are described, but others occur")
-    return UnevenForwardMeta(first, _numbers(kinds), tuple(map(_all_read, others)))
+    groups = tuple(map(_numbers, shared))
+    if not {number for group in groups for number in group} <= set(range(len(first))):
+        raise ValueError(f"{len(first)} tensors are described, but others share memory")
+    return DetailedForwardMeta(first, _numbers(kinds), tuple(map(_all_read, others)), groups)
 
 
 def _all_read(values: Any) -> tuple[TensorMeta, ...]:

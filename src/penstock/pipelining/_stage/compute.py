@@ -15,6 +15,7 @@ from penstock.execution.autograd import is_lazy, pop_gradients, run_backward, un
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._stage.messages import StageMessages
+from penstock.pipelining._stage.sharing import check_unmodified, watch
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 from penstock.pipelining._utils import (
     InferenceMode,
@@ -71,10 +72,13 @@ class StageCompute(StageMessages):
             self._validate_stage_tensors(
                 f"Stage {self.stage_index} forward inputs", self._metas_of(fwd_chunk_id).inputs, args
             )
+        watched = watch(args, self._shared_inputs) if self._shared_inputs and not self.is_first else ()
         try:
             output = (self.submod if self._is_plain else self.forward_maybe_with_nosync)(*args, **kwargs)
         except Exception as error:
             raise self._forward_failure(fwd_chunk_id, args, kwargs, error) from error
+        if watched:
+            check_unmodified(watched, self.stage_index, fwd_chunk_id)
         outputs = _normalize_model_output_as_tuple(output)
         is_last = self.is_last
         if is_last and save_forward_output:

@@ -18,9 +18,10 @@ from penstock.execution.dry_run import Call, dry_run
 from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.preserved_state import copy_as_leaves
 from penstock.pipelining._backward import _autograd_grad_for_inputs
-from penstock.pipelining._stage.announcement import UnevenForwardMeta, decode, encode
+from penstock.pipelining._stage.announcement import DetailedForwardMeta, decode, encode
 from penstock.pipelining._stage.base import _PipelineStageBase
 from penstock.pipelining._stage.sharded_batch import NOT_KNOWN, Samples
+from penstock.pipelining._stage.sharing import find_shared, kin_among, merge_groups
 from penstock.pipelining._utils import (
     InferenceMode,
     PipeliningMetadataError,
@@ -134,9 +135,12 @@ class StageInference(_PipelineStageBase):
         inputs, further = self._inference_inputs(args)
         outputs, copies = self._dry_run(inputs, kwargs, has_backward)
         self._stage_meta.outputs = extract_tensor_metas(outputs)
+        runs = [(other, *self._dry_run(other, named, has_backward)) for other, named in further]
         self._other_metas = tuple(
-            _StageMeta(extract_tensor_metas(other), extract_tensor_metas(self._dry_run(other, named, has_backward)[0]))
-            for other, named in further
+            _StageMeta(extract_tensor_metas(other), extract_tensor_metas(results)) for other, results, _ in runs
+        )
+        self._shared_outputs = merge_groups(
+            find_shared(results or (), call.kin) for _, results, call in [(inputs, outputs, copies), *runs]
         )
         # Only how gradients are distributed cannot be known without making them.
         distributed = has_backward and self._stage_meta.has_dtensors()
@@ -147,9 +151,9 @@ class StageInference(_PipelineStageBase):
         if self._stage_meta.outputs is None:
             raise PipeliningMetadataError(f"stage {self.stage_index} returned None, but the next stage needs tensors")
         meta = _StageForwardMeta(self._stage_meta.outputs)
-        if self._kinds:
+        if self._kinds or self._shared_outputs:
             others = tuple(metas.outputs or () for metas in self._other_metas)
-            meta = UnevenForwardMeta(self._stage_meta.outputs, self._kinds, others)
+            meta = DetailedForwardMeta(self._stage_meta.outputs, self._kinds, others, self._shared_outputs)
         if self.is_last or self._is_same_rank(self.stage_index + 1):
             return meta
         self._send_meta(meta, self.stage_index + 1)
@@ -173,6 +177,7 @@ class StageInference(_PipelineStageBase):
             self._mesh_cache.update_from_tensors(tensors)
             kinds = find_kinds(*self._next_microbatches)[0]
             self._kinds = kinds if len(set(kinds)) > 1 else ()
+            self._shared_inputs = ()
             called = [self._next_microbatches[0][microbatch] for microbatch in self._first_of_kind()]
             return self._stand_ins(tensors), [
                 self._call(one) for one in zip(called, self._first_of_kind(), strict=True)
@@ -184,7 +189,9 @@ class StageInference(_PipelineStageBase):
                 "metadata of its outputs is needed"
             )
         self._stage_meta.inputs = received.forward_metas
-        self._kinds, others = (received.kinds, received.others) if isinstance(received, UnevenForwardMeta) else ((), ())
+        if not isinstance(received, DetailedForwardMeta):
+            received = DetailedForwardMeta(received.forward_metas)
+        self._kinds, others, self._shared_inputs = received.kinds, received.others, received.shared
         further = [self._call(one) for one in zip(others, self._first_of_kind(), strict=True)]
         return self._stand_ins(received.forward_metas), further
 
@@ -214,7 +221,7 @@ class StageInference(_PipelineStageBase):
             outputs, copies = dry_run(
                 self.submod,
                 torch.device(self.device),
-                Call(inputs, kwargs or {}),
+                Call(inputs, kwargs or {}, kin_among(inputs, self._shared_inputs)),
                 run=partial(self._compute_outputs, module=self.submod),
                 gradients=has_backward,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx.node import map_aggregate
 
 from penstock.execution.autograd import gradient_edge
 from penstock.execution.value_spec import as_wire
+from penstock.pipelining._stage.sharing import check_announced, find_shared, kin_among, merge_groups
 from penstock.pipelining._stage.state import StageState
 from penstock.pipelining._stage.transfers import (
     Connection,
@@ -99,7 +101,9 @@ class StageMessages(StageState):
             if info.buffer is not None:
                 coming.append((as_wire(info.buffer), info.source))
             elif info.tensor_meta is not None:
-                coming.append((info.allocate(self.device), info.source))
+                # In inference mode, changes of a new tensor would not be counted.
+                with torch.inference_mode(False) if self._shared_inputs else nullcontext():
+                    coming.append((info.allocate(self.device), info.source))
         return coming
 
     def _outgoing_tensors(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
@@ -109,6 +113,8 @@ class StageMessages(StageState):
         outputs, inputs = self.fwd_cache[microbatch]
         metas = self._metas_of(microbatch).outputs
         are_known = metas is not None and len(metas) == len(outputs)
+        if len(outputs) > 1:
+            self._check_sharing(microbatch, outputs, inputs)
         going = []
         for index, output in enumerate(outputs):
             for stage in self.act_send_info[index]:
@@ -123,6 +129,20 @@ class StageMessages(StageState):
         if going:
             self._release_outputs(microbatch, outputs, inputs)
         return going
+
+    def _check_sharing(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
+        """Refuse outputs that share memory if the next stage could modify them in place, unknowingly."""
+        found = find_shared(outputs, kin_among(inputs, self._shared_inputs))
+        if not found:
+            return
+        metas = self._metas_of(microbatch).outputs
+        if self._has_backward and metas is not None:
+            # There they are leaves that require a gradient, which autograd does not let it modify.
+            leaves = {index for index, meta in enumerate(metas) if meta.requires_grad}
+            safe = tuple(group for group in found if leaves.issuperset(group))
+            self._unmodified_outputs = merge_groups([self._unmodified_outputs, safe])
+        announced = (*self._shared_outputs, *self._unmodified_outputs)
+        check_announced(found, announced, self.stage_index, microbatch)
 
     def _release_outputs(self, microbatch: int, outputs: tuple[Any, ...], inputs: list[Any]) -> None:
         """Keep of outputs that are on their way only where the backward begins, so that their memory can be freed."""

@@ -17,6 +17,7 @@ from penstock.pipelining._utils import _MeshCache, _StageMeta
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.execution.shared_memory import Groups
     from penstock.pipelining._stage.transfers import Connection, _RecvInfo
 
 logger = logging.getLogger("penstock.pipelining.stage")
@@ -62,6 +63,11 @@ class StageState:
     _is_watched = False
     #: Whether the program has put buffers of its own where inputs are received.
     _has_own_buffers = False
+    #: Which inputs, and which outputs, share memory by what both sides know (see ``_stage/sharing``).
+    _shared_inputs: Groups = ()
+    _shared_outputs: Groups = ()
+    #: Outputs that share memory and that the next stage cannot have modified, because they required a gradient there.
+    _unmodified_outputs: Groups = ()
     #: Which kind each microbatch is of, if there are several: those of one kind have equal shapes.
     _kinds: tuple[int, ...] = ()
     #: What is known of kinds other than the first.
