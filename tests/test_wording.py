@@ -45,6 +45,7 @@ COVERED = [
     "src/penstock/lowering",
     "src/penstock/simulation",
     "src/penstock/view",
+    "src/penstock/execution",
     "src/penstock/cli",
     "examples",
     "benchmarks",

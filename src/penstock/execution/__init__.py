@@ -1,1 +1,1 @@
-"""How an action is run: programs, operations, edges, specs and the wire format. torch starts here."""
+"""Runs actions: programs, operations, edges, specs and the wire format. torch starts here."""

@@ -1,6 +1,6 @@
-"""The autograd engine, called for edges of the graph.
+"""Calls the autograd engine on edges of the graph.
 
-``torch.autograd.backward`` and ``grad`` check every root in Python, which for an edge takes longer than many a small
+``torch.autograd.backward`` and ``grad`` check every root in Python, which takes longer than running many a small
 node. The engine makes the same checks itself.
 """
 
@@ -22,7 +22,7 @@ _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 def gradient_edge(tensor: torch.Tensor) -> GradientEdge:
-    """Where the graph of a tensor that needs a gradient begins."""
+    """Get the edge at which the graph of a tensor that requires a gradient begins."""
     node = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf; one that Python owns must be kept alive
         with torch.inference_mode(False):  # in which a leaf has no node
@@ -36,7 +36,7 @@ def _run_without_autocast(*args: Any, **kwargs: Any) -> Any:
 
 
 def without_autocast() -> AbstractContextManager[None]:
-    """For a backward: it has the types of its forward, which autocast around the whole step must not change."""
+    """Disable autocast for a backward, which uses the types of its forward."""
     return torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
@@ -49,7 +49,7 @@ def run_backward(roots: Sequence[GradientEdge | torch.Tensor], gradients: Sequen
 def gradients_at(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], wanted: Sequence[GradientEdge | torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run as much of a backward as leads to the wanted edges or leaves; what flows there, None where nothing does."""
+    """Run the part of a backward that leads to these edges or leaves; return their gradients, None for one without."""
     run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run_backward
     found: tuple[torch.Tensor | None, ...] = run(
         tuple(roots), tuple(gradients), False, False, tuple(wanted), allow_unreachable=True, accumulate_grad=False
@@ -58,7 +58,7 @@ def gradients_at(
 
 
 def pop_gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients of leaves, taken away from them, each in memory that nobody else will change."""
+    """Take the gradients away from leaves, each in memory that nothing else will modify."""
     found = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -66,9 +66,9 @@ def pop_gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 def unshare_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give every parameter that has just got its first gradient one of its own; returns those that still have none.
+    """Give first gradients their own memory; return the parameters that still have no gradient.
 
-    Autograd may make the gradients of two leaves as views of the same memory. The next microbatch is added in place,
+    Autograd may create the gradients of two leaves as views of the same memory. The next microbatch is added in place,
     and would change both.
     """
     left = []
@@ -87,13 +87,13 @@ def is_inplace_on_leaf(error: BaseException) -> bool:
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether it is a conjugate or negative of what is in its memory: operations on many do not change it in place."""
+    """Whether a tensor is a lazy conjugate or negative: foreach operations do not modify it in place."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def shares_storage(tensor: torch.Tensor) -> bool:
-    """Whether another tensor uses the same memory. A sparse one has none that could be asked for."""
+    """Whether another tensor uses the same memory. A sparse tensor has no storage to ask."""
     if tensor.layout is not torch.strided:
         return False
-    # Two know it here: the tensor, and the object by which it is asked.
+    # Two references are ours: the tensor's, and that of the storage object used to ask.
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2

@@ -1,4 +1,4 @@
-"""From a lowered row to a program, given the operations of its actions."""
+"""Compiles a lowered row to a program, given the operations of its actions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compile_program(
     """Compile the program of one rank.
 
     Args:
-        row: its cells: lowered actions, or whatever else the operation set knows.
+        row: its cells: lowered actions, or other cells that the operation set knows.
         operations: makes the operations.
         releases: when its sends may be released.
         rank: whose program it is.
@@ -58,7 +58,7 @@ def compile_program(
 def _awaited(
     action: Action | None, rank: int, rank_of: Callable[[int], int | None]
 ) -> tuple[int, str] | tuple[None, None]:
-    """The first other rank whose message an action uses, and the receive of that message."""
+    """Find the first other rank whose message an action uses, and the receive of that message."""
     for message in () if action is None else used_by(action):
         peer = rank_of(message.source)
         if peer is not None and peer != rank:

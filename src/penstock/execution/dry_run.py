@@ -1,7 +1,7 @@
-"""The dry run of a stage: one call of its module that finds out what it returns, and has no other effect.
+"""Runs a stage once to find what it returns, without any other effect: the dry run.
 
-It runs on copies of the arguments, and preserves buffers and random states. Attributes that a module sets in Python
-stay.
+It uses copies of the arguments, and preserves buffers and random states. Attributes that a module sets in Python
+are kept.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Call(NamedTuple):
 
     @classmethod
     def with_zeros(cls, meta: ValueSpec, device: torch.device, kwargs: dict[str, Any]) -> Self:
-        """Zeros in the place of what the stage before returns: they are valid as an index, too."""
+        """Make zeros in place of the previous stage's output: they are also valid as an index."""
         zeros = [one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors]
         return cls(
             as_arguments(meta.unflatten(zeros)), kwargs, [[zeros[number] for number in one] for one in meta.shared]
         )
 
     def copy(self) -> Call:
-        """The same with copies of all tensors, as leaves."""
+        """Copy all tensors of the call, as leaves."""
         args, kwargs = copy_as_leaves(self.args), copy_as_leaves(self.kwargs)
         pairs = zip(pytree.tree_leaves((self.args, self.kwargs)), pytree.tree_leaves((args, kwargs)), strict=True)
         dense = [pair for pair in pairs if isinstance(pair[0], torch.Tensor) and has_memory(pair[0])]
@@ -63,7 +63,7 @@ def dry_run(
     run: Callable[..., Any] | None = None,
     gradients: bool = True,
 ) -> tuple[Any, Call]:
-    """Run a module for its own sake.
+    """Run a module on copies of its arguments, and preserve its state.
 
     >>> x = torch.zeros(2)
     >>> dry_run(torch.nn.ReLU(inplace=True), x.device, Call((x - 1,), {}))[0]
@@ -85,7 +85,7 @@ def dry_run(
 
 
 def find_output(stage: Stage, call: Call) -> ValueSpec:
-    """Describe what a stage returns. Whether it changes its inputs in place is found out, too."""
+    """Describe what a stage returns, and find whether it modifies its inputs in place."""
     try:
         output, copies = _run(stage, call)
         return describe(output, copies.kin)
@@ -97,7 +97,7 @@ def find_output(stage: Stage, call: Call) -> ValueSpec:
 
 
 def find_changes(stage: Stage, call: Call) -> None:
-    """Find out whether the last stage changes its inputs in place. Whatever else is wrong shows when it runs."""
+    """Find whether the last stage modifies its inputs in place. Other errors appear when it runs."""
     try:
         _run(stage, call)
     except Exception as error:

@@ -1,8 +1,8 @@
-"""When receives are posted where messages do not queue in lanes: early, and beside a send to the same rank.
+"""Posts receives early, and next to a send to the same rank, where messages do not queue in lanes.
 
 A message needs a moment to arrive, so its receive is posted some compute actions before it is needed; each posted
 receive holds a buffer. Posting a receive notifies the other rank, as a send does: a rank that is notified of both at
-once wakes up once. With small stages that is a good part of what a message costs.
+once wakes up once. With small stages that is a large part of the cost of a message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def order_with_early_receives(slots: Sequence[Slot]) -> list[int]:
 
     All else stays in order, and so do the receives from one rank. No receive is posted after a compute action that it
     precedes. It may move past a send, or past the wait for one: posting a send never blocks, and a send is waited for
-    only when its message has been used, or will be whatever else this rank does.
+    only when its message has been used, or will be used regardless of what this rank does.
 
     >>> send, receive, compute = Slot(1, sends_to=0), Slot(5, receives_from=0), [Slot(number) for number in range(6)]
     >>> order_with_early_receives([*compute[:1], send, *compute[1:5], receive, *compute[5:]])

@@ -1,4 +1,4 @@
-"""Which message an action sends, receives or uses: the rule of ``ir/dependencies.py``, for one action."""
+"""Finds the messages that an action sends, receives or uses, by the rule of ``ir/dependencies.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSFER_TYPES: Final = frozenset({*_BY_SEND, *_BY_RECEIVE})
 
 
 class Message(NamedTuple):
-    """What one stage sends to its neighbour for one microbatch.
+    """A transfer from one stage to its neighbour for one microbatch.
 
     >>> from penstock.ir.actions import Action
     >>> message = received_by(Action.from_str("2RECV_B5"))
@@ -43,12 +43,12 @@ class Message(NamedTuple):
         return f"{self.target}{self.transfer.receive}{self.microbatch}"
 
     def key(self, microbatches: int) -> int:
-        """A number of its own, in a pipeline with this number of microbatches."""
+        """A unique number, in a pipeline with this number of microbatches."""
         return message_key(min(self.source, self.target), self.microbatch, microbatches, TRANSFERS.index(self.transfer))
 
 
 def message_key(edge: int, microbatch: int, microbatches: int, direction: int) -> int:
-    """The number of a message by the first of its two stages; activations (0) and gradients (1) alternate.
+    """Number a message by the first of its two stages; activations (0) and gradients (1) alternate.
 
     >>> message_key(edge=2, microbatch=5, microbatches=8, direction=1)
     43
@@ -57,13 +57,13 @@ def message_key(edge: int, microbatch: int, microbatches: int, direction: int) -
 
 
 def sent_by(action: Action) -> Message | None:
-    """The message that an action sends, if it is a SEND."""
+    """Find the message that an action sends, if it is a SEND."""
     transfer = _BY_SEND.get(action.computation_type)
     return None if transfer is None else Message(transfer, action.stage_index, action.microbatch_index or 0)
 
 
 def received_by(action: Action) -> Message | None:
-    """The message that an action receives, if it is a RECV."""
+    """Find the message that an action receives, if it is a RECV."""
     transfer = _BY_RECEIVE.get(action.computation_type)
     if transfer is None:
         return None
@@ -71,7 +71,7 @@ def received_by(action: Action) -> Message | None:
 
 
 def used_by(action: Action) -> list[Message]:
-    """The messages that a compute action works on, if they are sent at all; an overlap uses those of its parts.
+    """Find the messages that a compute action uses, if they are sent at all; an overlap uses those of its parts.
 
     >>> from penstock.ir.actions import Action
     >>> [message.receive for message in used_by(Action.from_str("(2F5;7B3)OVERLAP_F_B"))]

@@ -1,4 +1,4 @@
-"""Which microbatches have equal shapes."""
+"""Finds microbatches with equal shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kinds = tuple[int, ...]
 
 
 def find_kinds(args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> tuple[Kinds, tuple[Any, ...]]:
-    """Which microbatches have equal shapes, and what tells them apart.
+    """Group microbatches by their shapes; return the kind of each, and the signature of each kind.
 
     >>> import torch
     >>> find_kinds([(torch.ones(2),), (torch.ones(2),), (torch.ones(1),)], [{}, {}, {}])[0]

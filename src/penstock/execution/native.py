@@ -1,4 +1,4 @@
-"""The native operations: what a rank does for each action, bound once to its stages and their edges."""
+"""Builds the native operations of a rank: a function per action, bound once to its stages and their edges."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ class NativeOperations:
         self.progress = progress
 
     def operation(self, action: Action) -> Operation | None:
-        """What to do for an action; None if there is nothing to do."""
+        """Build the operation of an action; None if there is nothing to do."""
         if action.computation_type is OVERLAP_F_B:
             return run_in_sequence(map(self.operation, action.parts))
         return _MAKERS[action.computation_type](self, action)
 
     def label(self, action: Action) -> str:
-        """The text of an action."""
+        """Get the text of an action."""
         return str(action)
 
     def release_sends(self, keys: Sequence[int]) -> Operation:
-        """Wait for sends, and let go of their tensors."""
+        """Wait for sends, and release their tensors."""
         progress = self.progress
 
         def release(step: Step) -> None:
@@ -85,7 +85,7 @@ class NativeOperations:
         return release
 
     def find_unrun(self, action: Action, step: Step) -> Action | None:
-        """A forward or backward in a training step that has not run although its action has; None if all have."""
+        """Find a forward or backward of a training step that its action did not run; None if all ran."""
         for part in action.parts if torch.is_grad_enabled() else ():
             kind, in_flight = part.computation_type, self._slot(part) in step.in_flight
             if (kind is FORWARD and not in_flight) or (kind in (FULL_BACKWARD, BACKWARD_INPUT) and in_flight):

@@ -1,4 +1,4 @@
-"""Sets of operations: one way each to run actions. The compiler asks a set for the operation of every cell of a row."""
+"""Operation sets: each is one way to run actions. The compiler asks a set for the operation of every cell of a row."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class OperationSet(Protocol[_State]):
     """One way to run actions. A cell is an action, or something else that the set knows."""
 
     def operation(self, cell: Any) -> Operation[_State] | None:
-        """What to do for a cell; None if there is nothing to do."""
+        """Build the operation of a cell; None if there is nothing to do."""
 
     def release_sends(self, keys: Sequence[int]) -> Operation[_State]:
-        """Wait for the sends of these messages, and let go of their tensors."""
+        """Build the wait for the sends of these messages, which releases their tensors."""
 
     def label(self, cell: Any) -> str | None:
-        """What a profiler and a failure report show for a cell."""
+        """Label a cell for profilers and failure reports."""
 
 
 class CustomOperations(Generic[S]):
-    """Another set, with functions of the user in place of the operations of some types of action.
+    """Wraps another set: the user's functions run in place of the operations of some types of action.
 
     Args:
         inner: the set for all other actions.
@@ -53,7 +53,7 @@ class CustomOperations(Generic[S]):
         self._in_overlaps = in_overlaps
 
     def operation(self, cell: Any) -> Operation[S] | None:
-        """The user's function for a cell, or the operation of the other set."""
+        """Build a call of the user's function for a cell, or the operation of the other set."""
         kind = cell.computation_type if isinstance(cell, Action) else None
         function = None if kind is None else self._functions.get(kind)
         if function is not None:

@@ -18,14 +18,14 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-#: Random numbers are those of the process: of ranks that are threads, one at a time draws them.
+#: The random state belongs to the process: ranks that are threads take turns.
 RNG_LOCK: Final = threading.RLock()
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 @contextmanager
 def preserved_state(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Around a run of a module that waits for no other rank: its buffers and the random state are left as they were.
+    """Restore a module's buffers and the random state after a run that waits for no other rank.
 
     >>> norm = torch.nn.BatchNorm1d(2)
     >>> with preserved_state(norm, torch.device("cpu")):
@@ -43,7 +43,7 @@ def preserved_state(module: torch.nn.Module, device: torch.device) -> Iterator[N
 
 @contextmanager
 def preserved_random_state(devices: Iterable[torch.device], modules: Iterable[torch.nn.Module] = ()) -> Iterator[None]:
-    """Restore, when the block ends, what random numbers are drawn from.
+    """Restore the random generators when the block ends.
 
     These are the generators of the CPU and of the devices, Python's, NumPy's if it is imported, and those that are
     attributes of the modules, or in lists, tuples and dictionaries there.
@@ -60,7 +60,7 @@ def preserved_random_state(devices: Iterable[torch.device], modules: Iterable[to
 
 
 def _generators(modules: Iterable[torch.nn.Module]) -> Iterator[Callable[[], object]]:
-    """For each generator that is not torch's default one, a function that restores its present state."""
+    """Make a function for each generator other than torch's default that restores its current state."""
     yield partial(random.setstate, random.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -79,7 +79,7 @@ def _generators(modules: Iterable[torch.nn.Module]) -> Iterator[Callable[[], obj
 
 
 def _values_in(value: Any, depth: int = 3) -> Iterator[Any]:
-    """The values in nested containers; not much deeper than people write them, since one may contain itself."""
+    """Yield the values in nested containers, to a limited depth, since one may contain itself."""
     if isinstance(value, (list, tuple, dict)) and depth:
         for one in list(value.values() if isinstance(value, dict) else value):
             yield from _values_in(one, depth - 1)
@@ -88,7 +88,7 @@ def _values_in(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 class Buffers:
-    """The buffers of modules as they are now: which there are, and what is in them.
+    """A snapshot of the buffers of modules: which exist, and their values.
 
     >>> module = torch.nn.Module()
     >>> module.register_buffer("cache", None)
@@ -104,7 +104,7 @@ class Buffers:
         self._kept = [_Kept.of(part) for module in modules for part in module.modules()]
 
     def restore(self) -> None:
-        """Have them as they were: the same tensors with the same values, None where there was none, and no others."""
+        """Restore them: the same tensors with the same values, None where there was none, and no others."""
         with torch.no_grad():
             for kept in self._kept:
                 kept.restore()
@@ -127,7 +127,7 @@ class _Kept(NamedTuple):
     def restore(self) -> None:
         for name, value in self.values.items():
             _memory_of(self.buffers[name]).copy_(value)  # type: ignore[arg-type]  # those with a value are not None
-        # The dict and the set stay the same objects: others may hold on to them.
+        # The dict and the set stay the same objects: others may refer to them.
         self.module._buffers.clear()
         self.module._buffers.update(self.buffers)
         self.module._non_persistent_buffers_set.clear()
@@ -135,14 +135,14 @@ class _Kept(NamedTuple):
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; where elements of an expanded one share memory, a view of the first of them."""
+    """Get a tensor to copy into: itself, or for an expanded one a view without repeated elements."""
     if tensor.layout is not torch.strided or all(tensor.stride()):
         return tensor
     return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
 
 
 def copy_as_leaves(values: Any) -> Any:
-    """The same values, with leaves in the place of tensors: gradients go to them alone. Strides are kept."""
+    """Copy a value with leaves in place of its tensors, which alone get gradients. Strides are kept."""
     return pytree.tree_map_only(torch.Tensor, _copy, values)
 
 

@@ -1,4 +1,4 @@
-"""What one rank runs in a step: a flat list of operations, and the loop over it."""
+"""The program of one rank for a step: a flat list of operations, and the loop over it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.execution.transport import Progress
 
 S = TypeVar("S")
-#: What is done for an action, given the state of the step.
+#: Runs an action, given the state of the step.
 Operation: TypeAlias = Callable[[S], None]
 #: Opens a range that a profiler shows.
 Range: TypeAlias = "Callable[[str], AbstractContextManager[object]]"

@@ -1,12 +1,12 @@
-"""When a rank may wait for its sends, so that their tensors are freed: as early as the wait costs nothing.
+"""Finds when a rank may wait for its sends, to free their tensors as early as the wait costs nothing.
 
-Two rules, and the earlier of the two counts:
+Of two rules, the earlier one applies:
 
 - *proven*: a message from a peer was sent after everything ahead of it in the peer's row. Once a rank has used that
   message, all that the peer had used before has arrived, and the wait for it returns at once.
 - *by level*: every action has a level, higher than the levels of all that it waits for. Before an action whose level is
-  higher than that of the action that ends the send, a rank may wait for it: whatever still waits has a higher level, so
-  nothing waits in a circle. Such a wait may block for a moment, so it comes some compute actions later still, and only
+  higher than that of the action that ends the send, a rank may wait for it: all that still waits has a higher level,
+  so nothing deadlocks. Such a wait may block briefly, so it comes some compute actions later still, and only
   where messages do not queue in lanes: in a lane, a send can also wait for its turn. A send ends with the receive, or
   with the use of the message where a header announces its shapes: only then is the rest of it received.
 """
@@ -99,7 +99,7 @@ def find_releases(schedule: Schedule, rank: int, *, by_level: bool, with_headers
 
 
 def release_at_end(row: Iterable[Action], microbatches: int, rank_of: Callable[[int], int | None]) -> Releases:
-    """Wait for all sends of a row at its end: right for any row, whatever the others do."""
+    """Wait for all sends of a row at its end: correct for any row, regardless of the others."""
     at_end: dict[int | None, list[int]] = defaultdict(list)
     for message in filter(None, map(sent_by, row)):
         at_end[rank_of(message.target)].append(message.key(microbatches))
@@ -114,7 +114,7 @@ def _without_idle_steps(schedule: Schedule) -> Schedule:
 
 
 def _unmatched(schedule: Schedule, rank: int, known: Ints) -> Mapping[int | None, Sequence[int]]:
-    """By peer, the messages that a rank sends and nobody uses."""
+    """Find the messages that a rank sends and no action uses, by peer."""
     codes = schedule.codes_of(rank)
     sends = packed.kind_mask(_SENDS).take(packed.types(codes)).sum()
     if sends == len(known):
@@ -152,7 +152,7 @@ def _messages(table: ActionTable) -> _Messages:
 
 
 def _proven(used: Ints, theirs: _Messages, end: int) -> Ints:
-    """The cell of this rank after which each message is proven to have been used there; ``end`` for never."""
+    """Find the cell of this rank after which each message is proven to have been used; ``end`` for never."""
     order = theirs.used.argsort(kind="stable")
     reached = np.maximum.accumulate(theirs.sent[order]) if len(order) else theirs.sent
     number = reached.searchsorted(used, side="right")
@@ -173,7 +173,7 @@ def _released_by_level(table: ActionTable, sent: Ints, ended: Ints, messages: _M
 
 
 def _levels(table: ActionTable, messages: _Messages) -> Ints | None:
-    """The level of each cell, ascending on each rank; None if the schedule deadlocks."""
+    """Compute the level of each cell, ascending on each rank; None if the schedule deadlocks."""
     cells = int(table.first_cell[-1])
     weight = np.full(cells, _OTHER, np.int64)
     weight[table.cell[packed.kind_mask(COMPUTE).take(table.kind).nonzero()[0]]] = _COMPUTE

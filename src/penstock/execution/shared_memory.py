@@ -1,7 +1,7 @@
 """Tensors of one value that share memory: the same tensor in two places, or a tensor and a view of it.
 
-In one model a change of one in place is a change of the other, to autograd as well. Across stages they are inputs of
-their own, each with its own gradient, and between ranks each is sent for itself. So a stage may get them, and hand them
+In one model, modifying one in place modifies the other, for autograd as well. Across stages they are separate inputs,
+each with its own gradient, and between ranks each is sent separately. So a stage may receive them, and pass them
 on, but must not modify them in place. Where no stage modifies its inputs, it does not matter what shares memory.
 """
 
@@ -30,7 +30,7 @@ _WORK = 10_000
 
 
 class WatchedInputs:
-    """Inputs of a stage that is not known to modify them: to be checked when it has run.
+    """Checks, when a stage has run, the inputs of a stage that is not known to modify them.
 
     Attributes:
         tensors: those that share memory, in groups: none is known to.
@@ -56,7 +56,7 @@ class WatchedInputs:
 
 
 class SharedInputs:
-    """Inputs of a stage that share memory, or whose originals do: to be checked when the stage has run.
+    """Checks, when a stage has run, inputs that share memory, or whose originals do.
 
     Attributes:
         tensors: these, in groups.
@@ -81,9 +81,9 @@ class SharedInputs:
 
 
 def watch_shared(structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> SharedInputs | None:
-    """The inputs of a stage that it must not modify because they share memory; None if it may modify all.
+    """Find the inputs that a stage must not modify because they share memory; None if it may modify all.
 
-    Where no gradient is needed and the memory is still the same, a change of one is a change of the others.
+    Where no gradient is needed and the memory is still the same, modifying one modifies the others, as it should.
     """
     guarded = tuple([group for group in groups if _must_not_change([tensors[number] for number in group])])
     return SharedInputs(structure, tensors, guarded) if guarded else None
@@ -94,7 +94,7 @@ def _must_not_change(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def find_groups(tensors: Sequence[torch.Tensor], kin: Kin = ()) -> Groups:
-    """Which of these tensors share memory; quickly if each has its own.
+    """Find which of these tensors share memory; fast if none do.
 
     >>> whole = torch.ones(4, 4)
     >>> find_groups([whole, torch.ones(2), whole, whole[:, 1]]), find_groups(whole.chunk(2, 1))
@@ -102,7 +102,7 @@ def find_groups(tensors: Sequence[torch.Tensor], kin: Kin = ()) -> Groups:
 
     Args:
         tensors: the tensors of a value.
-        kin: for the output of a stage: outputs in the memory of inputs that are kin share it, too.
+        kin: for the output of a stage: outputs in the memory of inputs that are kin also share it.
     """
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     if not kin and len(set(storages)) == len(storages):
@@ -130,7 +130,7 @@ def are_within(groups: Groups, others: Groups) -> bool:
 
 
 def names(structure: Structure, numbers: Collection[int], name: str) -> str:
-    """The places of some of the tensors of a value, as a user would write them."""
+    """Name some of the tensors of a value as a user would write them."""
     places = [format_path(name, path) for path, leaf in paths(structure) if isinstance(leaf, TensorLeaf)]
     return " and ".join(places[number] for number in numbers)
 
@@ -152,7 +152,7 @@ class _Place(NamedTuple):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """For NumPy, which compares addresses and does not go there."""
+        """Describe the memory for NumPy, which compares addresses without reading them."""
         return {
             "version": 3,
             "typestr": f"|V{self.itemsize}",
@@ -175,7 +175,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]
     )
 
 
-@lru_cache(maxsize=256)  # the same few layouts come again and again
+@lru_cache(maxsize=256)  # the same few layouts recur
 def _find(places: tuple[_Place, ...]) -> Groups:
     groups: list[list[int]] = []
     for number, place in enumerate(places):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.execution.data_parallel import DataParallel
     from penstock.execution.step import InFlight
 
-#: Called after the backward of inputs; returns what computes the gradients of weights.
+#: Called after the backward of inputs; returns a function that computes the gradients of weights.
 WeightGradients = Callable[[], Callable[[], None]]
 
 
@@ -38,8 +38,8 @@ class Stage:
         dw_builder: for a module that computes the gradients of its weights itself: its backward leaves them out; after
             the backward of a microbatch ``dw_builder()`` is called and must return a function that computes them, which
             is called when the schedule says W.
-        changes_inputs: whether the module changes its inputs in place, e.g. begins with ``ReLU(inplace=True)``; found
-            out by itself where shapes are inferred.
+        changes_inputs: whether the module modifies its inputs in place, e.g. starts with ``ReLU(inplace=True)``; found
+            automatically where shapes are inferred.
         parallel: how the module's parameters are shared with other replicas of it, if they are.
     """
 
@@ -66,25 +66,25 @@ class Stage:
             keep_all_freed_memory()
 
     def share_process(self) -> None:
-        """Other ranks are threads of this process, and may have the same leaves."""
+        """Note that other ranks are threads of this process, and may have the same leaves."""
         self._split.adds_in_place = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         parameters = self.module.parameters()
         self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
 
     def end(self) -> None:
-        """A step is over, also if it has failed."""
+        """End a step, even a failed one."""
         self._split.end_step()
 
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of a stage that changes them in place: as results of an operation, which may be changed."""
+        """Make leaves modifiable in place, for a stage that does so: as results of an operation."""
         fresh: tuple[Any, ...] = map_tensors(_fresh, args)
         return fresh
 
     def backward(self, flight: InFlight, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """B: the gradients of the inputs; those of the weights are added to ``.grad``."""
+        """Run B: return the gradients of the inputs; those of the weights are added to ``.grad``."""
         self._whole_backward(flight, gradients)
         if self.dw_builder:
             self.dw_builder()()
@@ -106,7 +106,7 @@ class Stage:
     def input_backward(
         self, flight: InFlight, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], Callable[[], None]]:
-        """I: the gradients of the inputs, and W as a function."""
+        """Run I: return the gradients of the inputs, and W as a function."""
         found, weight_backward = self._input_backward(flight, gradients)
         if self.parallel is None:
             return found, weight_backward
@@ -130,7 +130,7 @@ class Stage:
         self._own_gradients()
 
     def loss_root(self, loss: Any, output: Any) -> tuple[Any, ...]:
-        """Where the graph of the loss of an output begins; nowhere if nothing that has led to the output is trained."""
+        """Find the roots of a loss's graph; none if nothing that led to the output is trained."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
             raise StageError(f"loss_fn must return one number as a tensor, not {seen}", stage=self.index)
@@ -146,14 +146,14 @@ class Stage:
 
 
 def device_of(stages: Mapping[int, Stage]) -> torch.device:
-    """The device of a rank: that of its first stage, and torch's default device on a rank without stages."""
+    """Get the device of a rank: that of its first stage, or torch's default device without stages."""
     return next((stage.device for stage in stages.values()), torch.get_default_device())
 
 
 def _known(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[Sequence[GradientEdge], Sequence[torch.Tensor]]:
-    """The roots that have a gradient; one that the next stage has no use for has none."""
+    """Select the roots that have a gradient; an output that the next stage does not use has none."""
     if len(gradients) == 1 and gradients[0] is not None:
         return roots, cast("Sequence[torch.Tensor]", gradients)
     if any(gradient is None for gradient in gradients):
@@ -171,7 +171,7 @@ def _needs_gradients(value: Any) -> bool:
 class _Fresh(torch.autograd.Function):
     """A leaf's value as the result of an operation. In-place operations on a leaf, or a view of it, are refused.
 
-    Changes are counted for the leaf, too: autograd refuses them if the stage before, on this rank, has saved it.
+    Changes also count for the leaf: autograd refuses them if the previous stage, on this rank, has saved it.
     """
 
     @staticmethod
@@ -191,7 +191,7 @@ def _fresh(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing() -> None:
-    """W of a stage without anything to do."""
+    """Do nothing: the W of a stage without weight gradients."""
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -1,4 +1,4 @@
-"""What lives for one step: everything that is under way between the operations of a rank, and nothing afterwards."""
+"""The state of one step: everything in flight between the operations of a rank."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Step:
     """The state of one step on one rank.
 
     Values between stages are kept by a key that names edge and microbatch, the rest by one that names stage and
-    microbatch. Whatever takes something out of here takes it away, so that it lives no longer than it is needed.
+    microbatch. Operations pop what they use, so that it lives no longer than needed.
 
     Attributes:
         args: the positional arguments of the first stage, for each microbatch.
         shared_args: those of them that share memory, for each microbatch, if any of them needs a gradient.
         kwargs: the keyword arguments of every stage, for each microbatch.
-        targets: what the loss function gets beside the output, for each microbatch.
+        targets: the target of the loss function, for each microbatch.
         shares: what each microbatch's loss counts for in that of the batch.
         seeds: the gradient of each loss that has been computed.
         losses: the loss of each microbatch, without history, where it is computed.
@@ -54,12 +54,12 @@ class Step:
         computing: whether its module or backward itself runs, not what comes before and after.
         metas: the description of each activation that was sent, where it varies.
         sends_in_flight: what has been sent but not been waited for: transfers, each with its tensor and its version.
-        samples: how many samples each microbatch has: known at the first stage, and told with what varies.
+        samples: how many samples each microbatch has: known at the first stage, and sent with shapes that vary.
         target_samples: how many each target has, if they are to be compared.
         kin: the inputs of the stage that runs whose originals share memory, in groups.
         in_flight: microbatches between forward and backward.
         deferred: weight gradients to be computed.
-        on_loss: called with the number of a microbatch and its loss, if anyone wants to see it.
+        on_loss: called with the number of a microbatch and its loss, if set.
         training_check: notes forwards whose output, or loss, requires no gradient; None if there may be any.
     """
 
@@ -133,14 +133,14 @@ class Step:
         self.training_check = training_check
 
     def check_samples(self, microbatch: int) -> None:
-        """Refuse a microbatch whose target is of another size: a loss function might not notice."""
+        """Refuse a microbatch whose target has a different size: a loss function might not notice."""
         known = self.samples.get(microbatch)
         if self.target_samples and known is not None and known != self.target_samples[microbatch]:
             raise sample_mismatch_error([known], [self.target_samples[microbatch]])
 
 
 def sample_mismatch_error(samples: Sequence[int], targets: Sequence[int], hint: str = "") -> MicrobatchError:
-    """The error for a target that is not of the size of the batch."""
+    """Make the error for a target whose size differs from the batch's."""
     return MicrobatchError(
         f"the target has {sum(targets)} samples (by microbatch {list(targets)}), but the first stage was given "
         f"{sum(samples)} ({list(samples)}); pass both from the same batch, or a target that is already split: "

@@ -1,4 +1,4 @@
-"""What running an action asks of a transport: posting transfers, and knowing where the rank is."""
+"""What actions need of a transport: posting transfers, and the progress of the rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Progress:
         peers: for every operation, the rank that it may have to wait for, or None.
         waits: for every operation, the text of what it waits for then, e.g. ``2RECV_F0``.
         step: how many steps have begun.
-        index: the operation under way; -1 between steps.
-        waiting: whether it waits; None if it does not tell.
+        index: the current operation; -1 between steps.
+        waiting: whether it waits; None if unknown.
         call: what the user has called last.
     """
 

@@ -1,4 +1,4 @@
-"""The shape of a value that goes from stage to stage: where its tensors are, and everything else in it.
+"""The structure of a value that is sent between stages: where its tensors are, and everything else in it.
 
 A value is any nesting of tuples, lists and dicts with text for keys, around tensors, None, bool, int, float and str.
 """
@@ -31,7 +31,7 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A leaf that is no tensor. ``1``, ``1.0`` and ``True`` are three different ones; a NaN equals itself."""
+    """A leaf that is not a tensor. ``1``, ``1.0`` and ``True`` are three different ones; a NaN equals itself."""
 
     value: bool | int | float | str | None
 
@@ -74,7 +74,7 @@ def branch(kind: type, keys: Sequence[int | str], children: Sequence[Structure])
 
 
 def structure_of(value: Any, leaves: list[torch.Tensor]) -> Structure:
-    """The structure of a value; its tensors are appended to ``leaves``, in order.
+    """Find the structure of a value; its tensors are appended to ``leaves``, in order.
 
     >>> leaves = []
     >>> structure_of(torch.ones(2), leaves), len(leaves)
@@ -106,7 +106,7 @@ def collect_tensors(structure: Structure, value: Any, leaves: list[torch.Tensor]
 
 
 def rebuild(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
-    """The value of this structure, with these tensors in its slots."""
+    """Build the value of this structure, with these tensors in its places."""
     if isinstance(structure, TensorLeaf):
         return next(leaves)
     if isinstance(structure, Constant):
@@ -118,7 +118,7 @@ def rebuild(structure: Structure, leaves: Iterator[torch.Tensor]) -> Any:
 
 
 def paths(structure: Structure, path: Path = ()) -> Iterator[tuple[Path, TensorLeaf | Constant]]:
-    """Every leaf with the keys that lead to it, in order."""
+    """Yield every leaf with the keys that lead to it, in order."""
     if not isinstance(structure, Branch):
         yield path, structure
         return
@@ -127,7 +127,7 @@ def paths(structure: Structure, path: Path = ()) -> Iterator[tuple[Path, TensorL
 
 
 def format_path(name: str, path: Path) -> str:
-    """The path as a user would write it.
+    """Format a path as a user would write it.
 
     >>> format_path("output", (1, "hidden"))
     "output[1]['hidden']"
@@ -178,9 +178,9 @@ def _refusal(value: Any, path: Path) -> str:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A value with a function of each of its tensors in their place.
+    """Apply a function to each tensor of a value.
 
-    Torch's own function leaves objects behind that only the garbage collector can free; a step should leave none, so it
+    Torch's function leaves reference cycles that only the garbage collector can free; a step should leave none, so it
     is asked only for containers that are not Python's own.
 
     >>> map_tensors(torch.neg, (torch.ones(2), {"scale": 0.5, "more": [torch.zeros(1)]}))
@@ -197,7 +197,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(values: tuple[Any, ...] | dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors in the arguments of a call, quickly where they are not nested."""
+    """Find the tensors in the arguments of a call; fast where they are not nested."""
     given = list(values.values() if isinstance(values, dict) else values)
     for value in given:
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What crosses an edge between stages, described."""
+"""Specs of values and tensors that cross an edge between stages."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """What one stage gives to the next: where its tensors are, how each looks, and all else by value.
+    """Describes what one stage passes to the next: where its tensors are, a spec of each, and all else by value.
 
     >>> leaves, meta = flatten((torch.ones(2), {"scale": 0.5, "mask": None}))
     >>> meta.unflatten(leaves)
@@ -130,7 +130,7 @@ class ValueSpec:
         return self.match(value, gradients=gradients) is not None
 
     def match(self, value: Any, *, gradients: bool = True, kin: Kin | None = ()) -> Sequence[torch.Tensor] | None:
-        """The tensors of a value that ``matches``, in order; None if it does not.
+        """Get the tensors of a value that ``matches``, in order; None if it does not.
 
         See ``find_groups`` for ``kin``; if that is None, it does not matter what shares memory.
         """
@@ -153,14 +153,14 @@ class ValueSpec:
         return leaves
 
     def _leaves(self, value: Any) -> Sequence[torch.Tensor] | None:
-        """The tensors of a value of this structure; None if it has another."""
+        """Get the tensors of a value of this structure; None if its structure differs."""
         if type(value) is tuple and self.structure is flat_tuple(len(value)):
             return value if all(map(torch.is_tensor, value)) else None
         found: list[torch.Tensor] = []
         return found if collect_tensors(self.structure, value, found) else None
 
     def unflatten(self, leaves: Sequence[torch.Tensor]) -> Any:
-        """The value again, with these tensors in it."""
+        """Rebuild the value, with these tensors in it."""
         if len(leaves) != len(self.tensors):
             raise MetadataError(f"{len(leaves)} tensors for a value that has {len(self.tensors)}")
         if self.structure is TENSOR:
@@ -169,7 +169,7 @@ class ValueSpec:
 
 
 def flatten(value: Any, kin: Kin = ()) -> tuple[tuple[torch.Tensor, ...], ValueSpec]:
-    """The tensors of a value in order, and the description from which it can be built again.
+    """Flatten a value to its tensors in order, and the spec from which it can be rebuilt.
 
     See ``find_groups`` for ``kin``.
     """
@@ -182,7 +182,7 @@ def flatten(value: Any, kin: Kin = ()) -> tuple[tuple[torch.Tensor, ...], ValueS
 
 
 def describe(value: Any, kin: Kin = ()) -> ValueSpec:
-    """The description of a value. See ``find_groups`` for ``kin``."""
+    """Describe a value. See ``find_groups`` for ``kin``."""
     return flatten(value, kin)[1]
 
 
@@ -201,7 +201,7 @@ def as_wire(tensor: torch.Tensor) -> torch.Tensor:
 def mismatch(
     agreed: ValueSpec, found: ValueSpec, *, sender: str, receiver: str, gradients: bool = True
 ) -> MetadataError | None:
-    r"""What differs between a value and what was agreed for its edge, as an error to raise; None if nothing does.
+    r"""Describe how a value differs from what was agreed for its edge, as an error to raise; None if it does not.
 
     >>> import re
     >>> agreed, found = describe(torch.ones(4, 128)), describe(torch.ones(4, 96))
@@ -214,8 +214,8 @@ def mismatch(
     Args:
         agreed: what the receiver expects.
         found: what the sender has.
-        sender: the sending stage, in words.
-        receiver: the receiving stage, in words.
+        sender: the name of the sending stage.
+        receiver: the name of the receiving stage.
         gradients: compare requires_grad as well.
     """
     difference = _difference(agreed, found, gradients)
@@ -249,7 +249,7 @@ def _difference(agreed: ValueSpec, found: ValueSpec, gradients: bool) -> tuple[s
 
 
 def _structural(agreed: ValueSpec, found: ValueSpec) -> str:
-    """The first place where one has something else than the other."""
+    """Describe the first place where the structures differ."""
     return _first_difference(agreed.structure, found.structure, ()) or "the order of keys differs"
 
 

@@ -1,6 +1,6 @@
-"""The description of what crosses an edge, in bytes: for the stage at the other end.
+"""Encodes specs of what crosses an edge as bytes, for the stage at the other end.
 
-A small format of our own, with version, length and checksum. Whatever a peer sends, reading it gives a description or a
+A small format with version, length and checksum. Whatever a peer sends, decoding gives a description or a
 ``MetadataError``; nothing is unpickled.
 """
 
@@ -82,7 +82,7 @@ CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def encode(meta: ValueSpec) -> bytes:
-    """A description in bytes.
+    """Encode a description as bytes.
 
     >>> from penstock.execution.value_spec import describe
     >>> meta = describe([torch.ones(2, 3), None])
@@ -99,9 +99,9 @@ def encode(meta: ValueSpec) -> bytes:
     return start + CHECKSUM.pack(zlib.crc32(body, zlib.crc32(start))) + body
 
 
-@lru_cache(maxsize=256)  # the same few shapes come again and again
+@lru_cache(maxsize=256)  # the same few shapes recur
 def decode(data: bytes) -> ValueSpec:
-    """The description in these bytes. Bytes that are anything else raise a ``MetadataError``."""
+    """Decode a description. Any other bytes raise a ``MetadataError``."""
     length = _read_length(data)
     if length != len(data):
         raise MetadataError(f"the description should have {length} bytes, but has {len(data)}")
@@ -117,7 +117,7 @@ def decode(data: bytes) -> ValueSpec:
 
 
 def _read_length(data: bytes) -> int:
-    """The length of all that these bytes begin."""
+    """Read the total length from these first bytes."""
     if len(data) < START_BYTES:
         raise MetadataError(f"{len(data)} bytes are too few for a description")
     magic, version, length = START.unpack_from(data)
@@ -292,12 +292,12 @@ def _dense(meta: TensorSpec) -> bool:
 
 
 HEADER_BYTES = 512
-"""What precedes every microbatch when shapes vary: enough for about ten tensors, and a checksum of that."""
+"""The size of the header before every microbatch when shapes vary: enough for about ten tensors and a checksum."""
 HEADER_CAPACITY = HEADER_BYTES - CHECKSUM.size
 
 
 def header_tensor(meta: ValueSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A description as a tensor of ``HEADER_BYTES`` bytes, and a second one with the rest if it is longer.
+    """Encode a description as a tensor of ``HEADER_BYTES`` bytes, and a second one with the rest if it is longer.
 
     >>> from penstock.execution.value_spec import describe
     >>> meta = describe(torch.ones(2, 3))
@@ -314,11 +314,11 @@ def header_tensor(meta: ValueSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def read_header(header: torch.Tensor, overflow: torch.Tensor | None = None) -> ValueSpec | int:
-    """The description in a header; or, if it does not end there, how many bytes of overflow there are to receive."""
+    """Decode the description in a header; or, if it is longer, return how many bytes of overflow to receive."""
     data = _bytes(header)
     begin, checksum = data[:HEADER_CAPACITY], data[HEADER_CAPACITY:]
     length = _read_length(begin)
-    # A wrong length must not get through: receiving less than what comes would end the process.
+    # A wrong length must not get through: receiving less than was sent would end the process.
     if checksum != CHECKSUM.pack(zlib.crc32(begin)):
         raise MetadataError("checksum mismatch in the header")
     if length > HEADER_CAPACITY and overflow is None:

@@ -42,12 +42,12 @@ def infer_specs(
     """
     metas: Metas = {}
     rank = transport.rank
-    received: tuple[Kinds, list[ValueSpec]] = ((), [])
+    previous: tuple[Kinds, list[ValueSpec]] = ((), [])
     for index in sorted(stages):
         if index == 0:
             kinds, found = find_kinds(args, kwargs)[0], list[ValueSpec]()
         elif rank_of[index - 1] == rank:
-            kinds, found = received
+            kinds, found = previous
         else:
             kinds, samples, found = _heard(transport.receive_bytes(rank_of[index - 1]), index, len(kwargs))
         if index > 0:
@@ -62,7 +62,7 @@ def infer_specs(
             find_changes(stages[index], calls[0])
             break
         outcomes = [find_output(stages[index], call) for call in calls]
-        received = kinds, outcomes
+        previous = kinds, outcomes
         metas[index] = [outcomes[kind] for kind in kinds]
         if rank_of[index + 1] != rank:
             transport.send_bytes(rank_of[index + 1], _written(kinds, samples, outcomes))

@@ -1,15 +1,15 @@
-"""Stages whose parameters are shared with other replicas of the pipeline.
+"""Runs stages whose parameters are shared with other replicas of the pipeline.
 
-A wrapper for data parallelism shares gradients in the backward; in a pipeline a stage has many backwards, and only the
-sum of them is to be shared. So in a step the wrappers are told to leave gradients alone, and the sharing is done by
+A wrapper for data parallelism reduces gradients in the backward; in a pipeline a stage has many backwards, and only
+their sum must be reduced. So during a step the wrappers do not reduce gradients; they are reduced by
 REDUCE_GRAD, or at the end of the step for a stage whose schedule has none:
 
 - ``DistributedDataParallel`` and the composable ``replicate`` around it: gradients are averaged in a few flat buckets.
-- ``fully_shard``, and the ``replicate`` that is made of it: their own reduction runs, for all backwards at once.
-  Parameters are brought together by UNSHARD and released by RESHARD, not by each forward and backward; where a schedule
-  has neither, the first forward brings them together and they are released when the step ends.
+- ``fully_shard``, and the ``replicate`` built on it: their own reduction runs once, for all backwards.
+  Parameters are gathered by UNSHARD and released by RESHARD, not by each forward and backward; where a schedule
+  has neither, the first forward gathers them and they are released when the step ends.
 
-Reductions run beside whatever comes next in the schedule. Gradients are complete when the step ends.
+Reductions overlap with the actions that follow. Gradients are complete when the step ends.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ if TYPE_CHECKING:
 
 
 class DataParallel(Protocol):
-    """What the runtime asks of a module that is replicated or sharded."""
+    """Adapts a replicated or sharded module to steps of many backwards."""
 
     def begin(self) -> None:
-        """A step begins: until ``reduce`` no gradient is shared."""
+        """Begin a step: no gradient is reduced until ``reduce``."""
 
     def unshard(self) -> None:
-        """UNSHARD: bring the parameters together. It may still be under way when this returns."""
+        """UNSHARD: start to gather the parameters. The gather may still be in flight when this returns."""
 
     def reshard(self) -> None:
-        """RESHARD: keep only this replica's part of them."""
+        """RESHARD: keep only this replica's shard of the parameters."""
 
     def weight_backward(self, run: Callable[[], None]) -> None:
-        """W: run it, with the parameters at hand. The hooks of the module do not see it."""
+        """Run W with the parameters gathered. The module's hooks do not see it."""
 
     def own_gradients(self) -> None:
-        """A backward has run: gradients of parameters that the module itself does not show have memory of their own."""
+        """Give gradients of parameters that the module does not expose their own memory, after a backward."""
 
     def reduce(self) -> None:
-        """REDUCE_GRAD: all backwards of the step are done; share the gradients, if that has not begun in this step."""
+        """REDUCE_GRAD, after all backwards of the step: start to reduce the gradients, unless already begun."""
 
     def finish(self) -> None:
-        """The step has been run: return when gradients are complete and parameters are as before the step."""
+        """Finish a step: return when gradients are complete and parameters are as before it."""
 
     def end(self) -> None:
-        """The step is over, also if it has failed: the module is on its own again."""
+        """Restore the module's own behaviour after a step, even a failed one."""
 
 
 def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParallel | None:
-    """What shares the parameters of a module, or of modules in it, with other replicas; None if nothing does.
+    """Find the adapter for a module that shares parameters with other replicas; None if it shares none.
 
     >>> import torch
     >>> adapter_for(torch.nn.Linear(2, 2)) is None
@@ -88,12 +88,12 @@ def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParall
 def gradient_sharing(
     stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()
 ) -> AbstractContextManager[None]:
-    """Around a step: nothing is shared too early, and with `reduce` all gradients are when it ends.
+    """Wrap a step: nothing is reduced too early, and with `reduce` all gradients are reduced when it ends.
 
     Args:
         stages: the stages of this rank.
-        reduce: whether gradients are to be shared.
-        elsewhere: the stages whose gradients are left to someone else: to a user's function for REDUCE_GRAD.
+        reduce: whether to reduce gradients.
+        elsewhere: the stages whose gradients a user's function for REDUCE_GRAD reduces.
     """
     shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
     return _gradient_sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
@@ -119,7 +119,7 @@ def _gradient_sharing(
 
 
 def reductions_of(schedule: Schedule) -> frozenset[int]:
-    """The stages that have a REDUCE_GRAD in a schedule. O(n).
+    """Find the stages that have a REDUCE_GRAD in a schedule. O(n).
 
     >>> import penstock as ps
     >>> schedule = ps.build("1F1B", ranks=2, microbatches=4)
@@ -131,6 +131,6 @@ def reductions_of(schedule: Schedule) -> frozenset[int]:
 
 
 def _modules_of(module: torch.nn.Module, home: str, name: str) -> list[Any]:
-    """The modules that are of a type of torch. Where the type has not been imported, there are none."""
+    """Find the modules of one of torch's types. None exist if the type has not been imported."""
     kind = getattr(sys.modules.get(home), name, None)
     return [] if kind is None else [part for part in module.modules() if isinstance(part, kind)]

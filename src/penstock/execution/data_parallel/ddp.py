@@ -1,6 +1,6 @@
-"""Stages of ``DistributedDataParallel``, or of the composable ``replicate`` around it: gradients are averaged.
+"""Averages the gradients of stages under ``DistributedDataParallel``, or the composable ``replicate`` around it.
 
-Its own averages would begin in a backward; here they begin when the last backward of a step has ended, in flat buckets.
+DDP itself would start in each backward; here averaging starts after the last backward of a step, in flat buckets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DdpAdapter:
         self._under_way: list[_Bucket] = []
 
     def begin(self) -> None:
-        """Leave gradients alone."""
+        """Stop the modules from reducing gradients."""
         for module in self._modules:
             _share_gradients(module, False)
             if isinstance(module, DistributedDataParallel):
@@ -40,20 +40,20 @@ class DdpAdapter:
         self._under_way = []
 
     def unshard(self) -> None:
-        """They are together always."""
+        """Do nothing: parameters are always complete."""
 
     def reshard(self) -> None:
-        """They are together always."""
+        """Do nothing: parameters are always complete."""
 
     def weight_backward(self, run: Callable[[], None]) -> None:
-        """Nothing is to be done about it."""
+        """Run it: parameters are always complete."""
         run()
 
     def own_gradients(self) -> None:
-        """Those of the module's parameters are the stage's business."""
+        """Do nothing: the stage handles the module's parameters."""
 
     def reduce(self) -> None:
-        """Begin to average the gradients."""
+        """Start to average the gradients."""
         if not self._due:
             return
         self._due = False
@@ -70,12 +70,12 @@ class DdpAdapter:
         self._under_way = []
 
     def end(self) -> None:
-        """Let the modules share gradients and buffers again."""
+        """Let the modules reduce gradients and broadcast buffers again."""
         self._under_way = []
         for module in self._modules:
             _share_gradients(module, True)
             if (inner := _inner(module)) is not None:
-                inner.require_forward_param_sync = True  # buffers are shared by the first forward of a step
+                inner.require_forward_param_sync = True  # the first forward of a step broadcasts buffers
 
 
 def _share_gradients(module: Any, share: bool) -> None:
@@ -86,7 +86,7 @@ def _share_gradients(module: Any, share: bool) -> None:
 
 
 def _inner(module: Any) -> DistributedDataParallel | None:
-    """What does the work: the composable ``replicate`` makes one in the first forward."""
+    """Find the DDP module; the composable ``replicate`` creates one in the first forward."""
     if isinstance(module, DistributedDataParallel):
         return module
     home: Any = sys.modules["torch.distributed._composable.replicate"]
@@ -94,7 +94,7 @@ def _inner(module: Any) -> DistributedDataParallel | None:
 
 
 def _check_usable(module: DistributedDataParallel) -> None:
-    """Refuse what would be left out without a word, or would share gradients in every backward."""
+    """Refuse options that would be ignored silently, or would reduce gradients in every backward."""
     for wrong, name in (
         (module._comm_hooks, "a communication hook"),
         (module.static_graph, "static_graph=True"),
@@ -108,7 +108,7 @@ def _check_usable(module: DistributedDataParallel) -> None:
 
 
 class _Bucket(NamedTuple):
-    """Gradients of some parameters under way in one flat tensor, then for each whether any replica has it."""
+    """Averages gradients of some parameters in one flat tensor, with a flag for each: whether any replica has it."""
 
     parameters: list[torch.nn.Parameter]
     flat: torch.Tensor
@@ -116,7 +116,7 @@ class _Bucket(NamedTuple):
 
     @classmethod
     def launch(cls, parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> _Bucket:
-        """Begin to average; each replica gives what it has."""
+        """Start to average; each replica contributes the gradients it has."""
         count = sum(parameter.numel() for parameter in parameters)
         flat = parameters[0].new_zeros(count + len(parameters))
         with torch.no_grad():
@@ -128,7 +128,7 @@ class _Bucket(NamedTuple):
         return cls(parameters, flat, dist.all_reduce(flat, group=group, async_op=True))
 
     def settle(self) -> None:
-        """Wait, and put the averages where the gradients are."""
+        """Wait, then write the averages to the gradients."""
         self.work.wait()
         seen = self.flat[-len(self.parameters) :]
         with torch.no_grad():
@@ -149,7 +149,7 @@ def _views(
 
 
 def _averages(module: DistributedDataParallel) -> list[_Bucket]:
-    """Begin to average all gradients of a module. Every replica makes the same buckets, whatever gradients it has."""
+    """Start to average all gradients of a module. Every replica uses the same buckets, whichever gradients it has."""
     alike: dict[Any, list[torch.nn.Parameter]] = defaultdict(list)
     for name, parameter in module.module.named_parameters():
         if parameter.requires_grad and name not in module.parameters_to_ignore:

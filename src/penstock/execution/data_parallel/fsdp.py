@@ -1,7 +1,7 @@
-"""Stages of ``fully_shard``, or of the ``replicate`` that works like it.
+"""Runs stages under ``fully_shard``, or the ``replicate`` built on it.
 
-torch's own reduction runs, once for all backwards of a step. What it does at the end of a backward is called from here,
-since W is no backward that its hooks would see; all else is said with its public setters.
+torch's own reduction runs once for all backwards of a step. What it does at the end of a backward is called from here,
+because its hooks do not see W; everything else uses its public setters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FsdpAdapter:
-    """Modules of ``fully_shard``, or of the ``replicate`` that works like it: the stage itself, or parts of it."""
+    """Adapts modules under ``fully_shard``, or the ``replicate`` built on it: the stage itself, or parts of it."""
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._modules = modules
@@ -34,7 +34,7 @@ class FsdpAdapter:
                 module.set_reshard_after_forward(False, recurse=False)
 
     def begin(self) -> None:
-        """Leave gradients alone, and parameters together."""
+        """Stop the modules from reducing gradients and resharding parameters."""
         self._due = True
         for module in self._modules:
             module.set_is_last_backward(False)
@@ -42,9 +42,9 @@ class FsdpAdapter:
             module.set_reshard_after_backward(False, recurse=False)
 
     def unshard(self) -> None:
-        """Begin to gather the parameters; the next forward or backward waits for them."""
+        """Start to gather the parameters; the next forward or backward waits for them."""
         if torch.is_inference_mode_enabled():
-            # Parameters are made when they are first brought together; made here they could not be trained.
+            # Parameters are created when first gathered; created in inference mode, they could not be trained.
             with torch.inference_mode(False), torch.no_grad():
                 for module in self._modules:
                     module.unshard()
@@ -61,22 +61,22 @@ class FsdpAdapter:
             module.reshard()
 
     def weight_backward(self, run: Callable[[], None]) -> None:
-        """Wait for the parameters, and add gradients up in the type in which they are reduced."""
+        """Wait for the parameters, and accumulate gradients in the type in which they are reduced."""
         self._arrive()
         run()
         if self._reduces_in_another_type():
             self._run_post_backward()
 
     def own_gradients(self) -> None:
-        """Give every parameter that is together a gradient in memory of its own."""
+        """Give the gradient of every gathered parameter its own memory."""
         for state in self._states():
             for parameter in [one for group in state._fsdp_param_groups for one in group.fsdp_params]:
-                together = getattr(parameter, "_unsharded_param", None)  # once it has been brought together
+                together = getattr(parameter, "_unsharded_param", None)  # once it has been gathered
                 if together is not None and type(together.grad) is torch.Tensor and shares_storage(together.grad):
                     together.grad = together.grad.clone()
 
     def reduce(self) -> None:
-        """Begin to reduce the gradients."""
+        """Start to reduce the gradients."""
         if not self._due:
             return
         self._due = False
@@ -95,7 +95,7 @@ class FsdpAdapter:
         self.reshard()
 
     def end(self) -> None:
-        """Let the modules share gradients and release parameters again."""
+        """Let the modules reduce gradients and reshard parameters again."""
         self._gathers = []
         for module in self._modules:
             module.set_is_last_backward(True)
@@ -103,21 +103,21 @@ class FsdpAdapter:
             module.set_reshard_after_backward(True, recurse=False)
 
     def _arrive(self) -> None:
-        """Wait for parameters that are on their way."""
+        """Wait for parameters in flight."""
         for handle in self._gathers:
             handle.wait()
         self._gathers = []
 
     def _states(self) -> list[Any]:
-        """What torch keeps of each module; several modules may share it."""
+        """Get torch's state of each module; several modules may share one."""
         return list({id(state): state for state in (module._get_fsdp_state() for module in self._modules)}.values())
 
     def _run_post_backward(self) -> None:
-        """Have torch do what it does when a backward ends: it may add up gradients, share them, or wait for them."""
+        """Run torch's post-backward: it may accumulate gradients, reduce them, or wait for them."""
         for state in self._states():
             if state._is_root:
                 state._root_post_backward_final_callback()
 
     def _reduces_in_another_type(self) -> bool:
-        """Whether gradients are added up in another type than they are made in: then W must not add to what is made."""
+        """Whether gradients accumulate in a type other than their own: then W must not add in place."""
         return any(state._mp_policy.reduce_dtype is not None for state in self._states())

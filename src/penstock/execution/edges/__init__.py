@@ -1,8 +1,8 @@
-"""How values get from one stage to the next, and gradients back.
+"""Edges: pass values from one stage to the next, and gradients back.
 
 An edge makes, for each microbatch, the functions that the operations of a rank are built from: *give* and *take* at the
-ends of the stages, *send* and *receive* for transfers between ranks. What can be known beforehand is worked out when
-they are made; they run once per microbatch and step.
+ends of the stages, *send* and *receive* for transfers between ranks. What is known beforehand is computed when
+they are built; they run once per microbatch and step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[torch.Tensor]
 #: What a stage is called with, which tensors of it need a gradient, and those that it must not modify in place, if any;
-#: None if there is no such microbatch.
+#: None if the microbatch does not exist.
 Taken = tuple[tuple[Any, ...], Tensors, SharedInputs | WatchedInputs | None] | None
 Take = Callable[[Step], Taken]
 #: Takes an output; returns where its graph begins.
@@ -32,7 +32,7 @@ Give = Callable[[Step, Any], Sequence[GradientEdge]]
 TakeGradients = Callable[[Step], Sequence[torch.Tensor | None]]
 GiveGradients = Callable[[Step, Sequence[torch.Tensor | None], Tensors], None]
 
-#: What goes on instead of a value where a batch has fewer samples than there are microbatches.
+#: Replaces a value where a batch has fewer samples than there are microbatches.
 ABSENT: Final = "\0no microbatch"
 
 
@@ -40,40 +40,40 @@ class Inbound(Protocol):
     """Where the inputs of a stage come from, and their gradients go."""
 
     def take(self, microbatch: int) -> Take:
-        """For the beginning of a forward."""
+        """Build what gets the inputs at the start of a forward."""
 
     def give_gradients(self, microbatch: int) -> GiveGradients:
-        """For the end of a backward."""
+        """Build what passes on the gradients at the end of a backward."""
 
     def receive(self, microbatch: int) -> Operation | None:
-        """RECV_F; None if there is nothing to do."""
+        """Build RECV_F; None if there is nothing to do."""
 
     def send_gradients(self, microbatch: int) -> Operation | None:
-        """SEND_B; None if there is nothing to do."""
+        """Build SEND_B; None if there is nothing to do."""
 
 
 class Outbound(Protocol):
     """Where the outputs of a stage go, and their gradients come from."""
 
     def give(self, microbatch: int) -> Give:
-        """For the end of a forward."""
+        """Build what passes on the output at the end of a forward."""
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
-        """For the beginning of a backward."""
+        """Build what gets the gradients at the start of a backward."""
 
     def send(self, microbatch: int) -> Operation | None:
-        """SEND_F; None if there is nothing to do."""
+        """Build SEND_F; None if there is nothing to do."""
 
     def receive_gradients(self, microbatch: int) -> Operation | None:
-        """RECV_B; None if there is nothing to do."""
+        """Build RECV_B; None if there is nothing to do."""
 
 
 class Edge(Inbound, Outbound, Protocol):
-    """The way from a stage to the next one."""
+    """Connects a stage to the next one."""
 
 
 class FirstEnd:
-    """The beginning of a pipeline: what all such ends have in common."""
+    """The start of a pipeline: base class of such ends."""
 
     def receive(self, microbatch: int) -> None:
         """RECV_F: nothing is received."""
@@ -83,7 +83,7 @@ class FirstEnd:
 
 
 class LastEnd:
-    """The end of a pipeline: backwards begin with the gradient of the loss."""
+    """The end of a pipeline: backwards start with the gradient of the loss."""
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradient of the loss."""
@@ -97,17 +97,17 @@ class LastEnd:
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
-    """What the next stage is called with: the elements of a tuple, or the value."""
+    """Get the next stage's arguments: the elements of a tuple, or the value."""
     return value if type(value) is tuple else (value,)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor has been changed in place; None if that is not counted."""
+    """Get a tensor's version, which counts in-place changes; None if it has none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-    """A tensor that a stage returned, and its version; a copy if changes of it are not counted."""
+    """Note a returned tensor and its version; copy it if it has no version."""
     if not tensor.is_inference():
         return tensor, tensor._version
     with torch.inference_mode(False):
@@ -116,7 +116,7 @@ def keep(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
 
 
 def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
-    """Refuse what a stage has changed after it returned it, for what has been received may be either."""
+    """Refuse a tensor that was modified after it was returned: the receiver may have got either value."""
     if version is not None and tensor._version != version:
         raise StageError(
             f"a stage modified a tensor ({TensorSpec.of(tensor)}) in place after returning it, while it was still "
@@ -125,19 +125,19 @@ def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
 
 
 def guard(meta: ValueSpec, inputs: Tensors, *, modifiable: bool) -> SharedInputs | WatchedInputs | None:
-    """What to check after a stage has run with these inputs; None if it may modify all of them."""
+    """Find what to check after a stage has run with these inputs; None if it may modify all of them."""
     if modifiable:
         return watch_shared(meta.structure, inputs, meta.shared) if meta.shared else None
     return WatchedInputs(meta.structure, inputs) if len(inputs) > 1 else None
 
 
 def roots_of(tensors: Tensors) -> list[GradientEdge]:
-    """Where the graphs of tensors that need a gradient begin."""
+    """Get the edges at which the graphs of tensors that require a gradient begin."""
     return [gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 def fill_missing(gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> Tensors:
-    """The gradients, with zeros for an input that nothing depends on."""
+    """Get the gradients, with zeros for an input that nothing depends on."""
     return [
         torch.zeros_like(tensor) if gradient is None else gradient
         for gradient, tensor in zip(gradients, inputs, strict=True)
@@ -145,7 +145,7 @@ def fill_missing(gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> T
 
 
 def to_layout_of(gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """The gradient in the layout of its tensor, which is what the other side expects."""
+    """Bring a gradient into the layout of its tensor, which the receiver expects."""
     if gradient.stride() == tensor.stride() and not (gradient.is_conj() or gradient.is_neg()):
         return gradient
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(gradient)

@@ -72,10 +72,10 @@ class HeaderedEdge(RemoteEdge):
         return operation
 
     def receive(self, microbatch: int) -> Operation:
-        """The header; what it announces is received when it is there.
+        """Receive the header, then what it announces.
 
-        A transport that knows messages by their tags can do that when the value is needed. With another one it has to
-        be in the order of messages, so the header is waited for at once.
+        A transport that matches messages by tag can do the latter when the value is needed. Any other has to keep the
+        order of messages, so it waits for the header at once.
         """
         key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
         tag = self._first_tag + 2 * key
@@ -116,7 +116,7 @@ class HeaderedEdge(RemoteEdge):
         return take
 
     def _with_samples(self, step: Step, microbatch: int, payload: Any) -> Any:
-        """The value in what was sent: the number of samples, if it is known, goes before it."""
+        """Take the value out of a message, which starts with the number of samples, if known."""
         if not isinstance(payload, tuple) or len(payload) != 2 or not isinstance(payload[0], int | None):
             raise MetadataError(
                 f"the message from {self._sender} to {self._receiver} does not start with a number of samples"
@@ -138,7 +138,7 @@ class HeaderedEdge(RemoteEdge):
             message = f"could not decode the header that {self._sender} sent to {self._receiver}: {error}"
             raise MetadataError(message) from error
         meta = cast("ValueSpec", meta)
-        # In inference mode changes of a new tensor would not be counted.
+        # In inference mode a new tensor would have no version.
         with torch.inference_mode(False) if meta.shared else nullcontext():
             buffers = [one.empty(self._device) for one in meta.tensors]
         return meta, buffers, [self._transport.receive(as_wire(buffer), self._peer, tag) for buffer in buffers]
@@ -152,7 +152,7 @@ class HeaderedEdge(RemoteEdge):
         key = self._base + microbatch
 
         def operation(step: Step) -> None:
-            if key in step.metas:  # else it is asked for ahead of the forward, and received when it is needed
+            if key in step.metas:  # else it is posted ahead of the forward, and received when needed
                 self._post_gradients(step, key)
 
         return operation

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RemoteEdge:
-    """What the two kinds of edges between ranks have in common: gradients, whose shapes the activations tell."""
+    """Base class of edges between ranks: gradients, whose shapes follow from the activations."""
 
     def __init__(self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device) -> None:
         self._stage = stage

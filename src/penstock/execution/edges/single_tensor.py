@@ -1,4 +1,4 @@
-"""An edge between ranks over which one tensor goes that needs a gradient: what most edges are.
+"""An edge between ranks that carries one tensor that requires a gradient, as most edges do.
 
 It does what ``NegotiatedEdge`` does for any number of tensors, without lists of one, which take as long as the work on
 their elements.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 def is_single(metas: Sequence[ValueSpec]) -> bool:
-    """Whether what goes over an edge is one tensor that needs a gradient, for every microbatch."""
+    """Whether an edge carries one tensor that requires a gradient, for every microbatch."""
     return all(meta.is_single and meta.tensors[0].requires_grad for meta in metas)
 
 
 class SingleTensorEdge(NegotiatedEdge):
-    """Such an edge."""
+    """Carries one tensor that requires a gradient."""
 
     def give(self, microbatch: int) -> Give:
         """Keep an output for the next stage."""

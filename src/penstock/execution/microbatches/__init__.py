@@ -1,1 +1,1 @@
-"""How a batch is split into microbatches, and their outputs merged."""
+"""Splits a batch into microbatches, and merges their outputs."""

@@ -1,4 +1,4 @@
-"""How the masks of flex attention are split into microbatches."""
+"""Splits the masks of flex attention into microbatches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.execution.microbatches.split import sizes
 
 
 def split_mask(mask: BlockMask, microbatches: int) -> list[BlockMask]:
-    """The rows of a mask for each microbatch, each of which counts its samples from 0."""
+    """Take the rows of a mask for each microbatch, which counts its samples from 0."""
     batch = mask.shape[0]
     if batch == 1:
         return [mask] * microbatches
@@ -23,7 +23,7 @@ def split_mask(mask: BlockMask, microbatches: int) -> list[BlockMask]:
 
 def _rows(mask: BlockMask, start: int, length: int) -> BlockMask:
     rows = mask[start : start + length]
-    # A tensor: with a number, the compiled attention would be compiled again for each microbatch.
+    # A tensor: a number would recompile the attention for each microbatch.
     offset = torch.tensor(start, device=mask.kv_num_blocks.device)
     whole = mask.mask_mod
 

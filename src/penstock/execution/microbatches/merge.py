@@ -1,4 +1,4 @@
-"""Put the outputs of all microbatches together."""
+"""Merges the outputs of all microbatches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> Any:
-    """One value from those of all microbatches.
+    """Merge the values of all microbatches into one.
 
     Tensors are concatenated along the dimension of the spec, by default 0; single numbers (tensors without dimensions)
     are stacked. Anything else must be equal in all microbatches, unless its spec is ``Microbatches``: then the result
@@ -45,7 +45,7 @@ def merge(values: Sequence[Any], spec: Spec = None, *, name: str = "output") -> 
 
 
 def _merged(tree: SpecTree, index: int, column: Sequence[Any]) -> Any:
-    """One leaf from those of all microbatches."""
+    """Merge one leaf of all microbatches."""
     first, spec = column[0], tree.specs[index]
     if spec is Microbatches:
         return Microbatches(list(column))

@@ -1,4 +1,4 @@
-"""A value taken apart into its leaves, with what its spec says for each of them."""
+"""Flattens a value into leaves, with a spec for each of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.execution.microbatches.specs import Microbatches, Replicate, Spec,
 
 @dataclass(frozen=True, slots=True)
 class SpecTree:
-    """A value taken apart.
+    """A flattened value.
 
     Attributes:
         name: what users call it.
@@ -33,12 +33,12 @@ class SpecTree:
 
     @classmethod
     def of(cls, name: str, value: Any, spec: Spec) -> SpecTree:
-        """Take a value apart."""
+        """Flatten a value."""
         leaves, treespec = flatten(value)
         return cls(name, value, leaves, treespec, leaf_specs(spec, value, len(leaves), name))
 
     def place(self, index: int) -> str:
-        """The name of a leaf, as a user would write it."""
+        """Name a leaf as a user would write it."""
         try:
             found, _ = pytree.tree_flatten_with_path(self.value, is_leaf=is_leaf)
         except ValueError:  # a type that was registered without names for its children
@@ -47,9 +47,9 @@ class SpecTree:
 
 
 def flatten(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of a value, and its structure.
+    """Flatten a value into its leaves and its structure.
 
-    Torch's own function leaves objects behind that only the garbage collector can free; a step should leave none, so it
+    Torch's function leaves reference cycles that only the garbage collector can free; a step should leave none, so it
     is asked only where something is nested.
     """
     if _is_single(value):
@@ -68,24 +68,24 @@ def _is_single(value: Any) -> bool:
 
 @lru_cache(maxsize=256)
 def _flat_structure(kind: tuple[Any, ...] | int | None) -> Any:
-    """The structure of a leaf, of a tuple with so many of them, or of a dictionary with these keys."""
+    """Build the structure of a leaf (None), of a tuple of leaves (their number) or of a dict (its keys)."""
     if kind is None:
         return pytree.tree_structure(0)
     return pytree.tree_structure(dict.fromkeys(kind, 0) if isinstance(kind, tuple) else (0,) * kind)
 
 
 def is_leaf(value: Any) -> bool:
-    """Whether a value is not looked into, though it may be a container to torch."""
+    """Whether a value is a leaf here, although torch may treat it as a container."""
     return isinstance(value, Microbatches) or splitter_for(value) is not None
 
 
 def splitter_for(value: Any) -> Splitter | None:
-    """What splits values of its type, if something was registered."""
+    """Find the splitter that was registered for a value's type, if any."""
     return splitter_of(type(value))
 
 
 def leaf_specs(spec: Spec, value: Any, count: int, name: str) -> list[Spec]:
-    """A spec for each of the leaves of a value, of which there are ``count``."""
+    """Find a spec for each of the ``count`` leaves of a value."""
     if spec is None or isinstance(spec, TensorChunkSpec):
         return [spec] * count
     if spec is Replicate or isinstance(spec, Replicate):
@@ -115,7 +115,7 @@ def _by_key(spec: dict[Any, Any], value: dict[Any, Any], name: str) -> list[tupl
 
 
 def _by_field(spec: Any, value: Any, name: str) -> list[tuple[Spec, Any, str]]:
-    # By name: torch leaves out the fields that are None, and those of the spec may be others.
+    # By name: torch leaves out fields that are None, and the spec may have other ones.
     try:
         inner, _ = pytree.tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
     except ValueError:  # registered without names for its children
@@ -133,7 +133,7 @@ def _by_place(spec: Any, value: Any, name: str) -> list[tuple[Spec, Any, str]]:
 
 
 def _children(value: Any) -> list[Any] | None:
-    """What a container holds; None for a leaf."""
+    """Get the children of a container; None for a leaf."""
     if is_leaf(value):
         return None
     children, treespec = pytree.tree_flatten(value, is_leaf=lambda node: node is not value)
@@ -145,5 +145,5 @@ def _count(value: Any) -> int:
 
 
 def split_dim(spec: Spec) -> int:
-    """The dimension that is split."""
+    """Get the dimension that a spec splits."""
     return spec.split_dim if isinstance(spec, TensorChunkSpec) else 0

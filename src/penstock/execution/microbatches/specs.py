@@ -1,4 +1,4 @@
-"""How values are split into microbatches, as a user says it: specs for arguments, splitters for types."""
+"""Specs for arguments and splitters for types: how a user wants values split into microbatches."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> Any:
-        """The specs for arguments from their dimensions."""
+        """Make the specs of arguments from their dimensions."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
     def from_dict(chunk_dims: dict[str, Any]) -> Any:
-        """The specs for keyword arguments from their dimensions."""
+        """Make the specs of keyword arguments from their dimensions."""
         return pytree.tree_map(TensorChunkSpec, chunk_dims)
 
 
 class Replicate:
-    """In a spec: give the value whole to every microbatch. When merging: it is the same in all, take one.
+    """In a spec: pass the whole value to every microbatch. In a merge: the value is the same in all; take one.
 
     >>> import torch
     >>> from penstock.execution.microbatches.split import split
@@ -47,7 +47,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """A value that is split already: one item for each microbatch. It may stand anywhere in arguments or target.
+    """A value that is already split: one item per microbatch. It may appear anywhere in arguments or target.
 
     >>> import torch
     >>> from penstock.execution.microbatches.merge import merge
@@ -55,7 +55,7 @@ class Microbatches:
     >>> split(("text", Microbatches([1, 2])), None, 2)
     [('text', 1), ('text', 2)]
 
-    In the spec of a merge, the class itself keeps what every microbatch has given:
+    In the spec of a merge, the class itself keeps the value of every microbatch:
 
     >>> merge([(torch.ones(1), 0.5), (torch.ones(1), 0.7)], (None, Microbatches))
     (tensor([1., 1.]), Microbatches(values=[0.5, 0.7]))
@@ -79,7 +79,7 @@ Spec: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """How values of a type are split, merged and counted."""
+    """Splits, merges and counts values of a type."""
 
     split: Callable[[Any, int], Sequence[Any]]
     merge: Callable[[Sequence[Any]], Any] | None
@@ -97,20 +97,20 @@ def register_splitter(
     *,
     size: Callable[[Any], int | None] | None = None,
 ) -> None:
-    """Say how values of a type, and of the types derived from it, are split.
+    """Register how values of a type, and of its subclasses, are split.
 
     Args:
         kind: the type.
-        split: makes of a value and a number of microbatches as many values.
-        merge: makes of those values one again; needed for types that a last stage returns.
-        size: the number of samples in a value, to be compared with that of the tensors; None for a value without.
+        split: takes a value and a number of microbatches; returns that many values.
+        merge: combines such values into one; needed for types that a last stage returns.
+        size: returns the number of samples in a value, to compare with that of tensors; None for one without.
     """
     SPLITTERS[kind] = Splitter(split, merge, size)
     _RESOLVED.clear()
 
 
 def splitter_of(kind: type) -> Splitter | None:
-    """How values of a type are split, if anyone has said so."""
+    """Find the registered splitter of a type, if any."""
     if kind not in _RESOLVED:
         _RESOLVED[kind] = next((SPLITTERS[base] for base in kind.__mro__ if base in SPLITTERS), None)
     return _RESOLVED[kind]

@@ -1,8 +1,8 @@
-"""Cut a batch into microbatches.
+"""Splits a batch into microbatches.
 
 A spec says how: ``TensorChunkSpec(dim)`` or ``Replicate`` for a leaf, or for everything below that place; in containers
-like those of the value. Where it says nothing, a tensor is split along dimension 0 and anything else is given whole to
-every microbatch. Sizes are those of ``torch.tensor_split``: the first microbatches have one sample more if it must be.
+like those of the value. By default, a tensor is split along dimension 0 and anything else is passed whole to
+every microbatch. Sizes are those of ``torch.tensor_split``: the first microbatches get one extra sample if needed.
 
 A tensor is never replicated unless the spec says so.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def split(value: Any, spec: Spec, microbatches: int, *, name: str = "value") -> list[Any]:
-    """A value for each microbatch.
+    """Split a value into one per microbatch.
 
     >>> split(torch.arange(5), None, 2)
     [tensor([0, 1, 2]), tensor([3, 4])]
@@ -46,7 +46,7 @@ def split_call(
     kwargs_spec: Spec = None,
     target_spec: Spec = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]], list[Any]]:
-    """The arguments, keyword arguments and target of each microbatch; all must have the same number of samples.
+    """Split arguments, keyword arguments and target, which must all have the same number of samples.
 
     >>> split_call((torch.arange(4),), {"scale": 2}, None, 2)
     ([(tensor([0, 1]),), (tensor([2, 3]),)], [{'scale': 2}, {'scale': 2}], [None, None])
@@ -72,7 +72,7 @@ def feasible_count(
     kwargs_spec: Spec = None,
     target_spec: Spec = None,
 ) -> int:
-    """How many microbatches a batch can be split into: as many as asked for, or as it has samples.
+    """Count the microbatches that a batch can be split into: the number asked for, or its samples if fewer.
 
     >>> feasible_count((torch.arange(3),), {"scale": 2}, None, 4)
     3
@@ -91,7 +91,7 @@ def feasible_count(
 
 
 def sizes(total: int, microbatches: int) -> list[int]:
-    """How many of ``total`` samples go into each microbatch.
+    """Compute how many of ``total`` samples go into each microbatch.
 
     >>> sizes(10, 4)
     [3, 3, 2, 2]
@@ -101,7 +101,7 @@ def sizes(total: int, microbatches: int) -> list[int]:
 
 
 def samples(value: Any, parts: Sequence[Any], spec: Spec = None) -> list[int] | None:
-    """The number of samples in each microbatch of a value, by the first tensor that is split; None if there is none.
+    """Count the samples in each microbatch of a value, by the first tensor that is split; None without one.
 
     >>> value = (torch.ones(5, 2), "text")
     >>> samples(value, split(value, None, 2))
@@ -109,7 +109,7 @@ def samples(value: Any, parts: Sequence[Any], spec: Spec = None) -> list[int] | 
 
     Args:
         value: the whole.
-        parts: what it was split into; looked at if it came in parts.
+        parts: what it was split into; used if it was passed in parts.
         spec: how it was split.
     """
     if not is_presplit(value):
@@ -121,7 +121,7 @@ def samples(value: Any, parts: Sequence[Any], spec: Spec = None) -> list[int] | 
 
 
 def is_presplit(value: Any) -> bool:
-    """Whether a value has parts that came as ``Microbatches``."""
+    """Whether a value has parts that were passed as ``Microbatches``."""
     return any(isinstance(leaf, Microbatches) for leaf in pytree.tree_leaves(value, is_leaf=is_leaf))
 
 
@@ -138,14 +138,14 @@ def _split_tree(tree: SpecTree, microbatches: int) -> list[Any]:
         return list(columns[0])
     rows = zip(*columns, strict=True) if columns else [()] * microbatches
     value = tree.value
-    # Arguments are most often flat: then there is no need to ask torch to build each again, which takes its time.
+    # Arguments are usually flat: then torch's slow unflatten is not needed.
     if type(value) in (tuple, dict) and len(value) == len(columns) == tree.treespec.num_nodes - 1:
         return list(rows) if type(value) is tuple else [dict(zip(value, row, strict=True)) for row in rows]
     return [pytree.tree_unflatten(row, tree.treespec) for row in rows]
 
 
 def _pieces(tree: SpecTree, index: int, microbatches: int) -> Sequence[Any]:
-    """A leaf, for each microbatch."""
+    """Split a leaf."""
     value, spec = tree.leaves[index], tree.specs[index]
     if isinstance(value, Microbatches):
         return _presplit(tree, index, value, microbatches)
@@ -159,17 +159,17 @@ def _pieces(tree: SpecTree, index: int, microbatches: int) -> Sequence[Any]:
 
 
 def split_leaf(tensor: torch.Tensor, spec: Spec, microbatches: int) -> Sequence[torch.Tensor]:
-    """A tensor that is known to be as its spec says, for each microbatch."""
+    """Split a tensor that is known to fit its spec."""
     return [tensor] * microbatches if spec is Replicate else slice_tensor(tensor, split_dim(spec), microbatches)
 
 
 def slice_tensor(tensor: torch.Tensor, dim: int, microbatches: int) -> Sequence[torch.Tensor]:
-    """Parts that share memory with the tensor, and that a module may change in place."""
+    """Split a tensor into parts that share its memory, and that a module may modify in place."""
     lengths = sizes(tensor.shape[dim], microbatches)
     if not tensor.requires_grad:
-        # Not views to autograd: a change of one in place would else become history of all the others.
+        # Not views to autograd: otherwise modifying one in place would add to the history of all the others.
         return torch.unsafe_split_with_sizes(tensor, lengths, dim)
-    # One by one: of several views made at once, autograd lets none be changed in place.
+    # One by one: autograd does not allow modifying a view that was made together with others.
     starts = accumulate(lengths[:-1], initial=0)
     return [tensor.narrow(dim, start, length) for start, length in zip(starts, lengths, strict=True)]
 
@@ -213,7 +213,7 @@ def _broadcast(tree: SpecTree, index: int, microbatches: int) -> Sequence[Any]:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether an object of the user's own has tensors in it that may be part of the batch."""
+    """Whether an object of a user's class contains tensors that may be part of the batch."""
     if type(value).__module__ == "builtins" or callable(value):
         return False
     names = [field.name for field in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
@@ -247,7 +247,7 @@ def _agree(trees: list[SpecTree], microbatches: int) -> None:
 
 
 def _size(tree: SpecTree, index: int, microbatches: int) -> int | None:
-    """The number of samples in a leaf; None if it is not split."""
+    """Count the samples in a leaf; None if it is not split."""
     value, spec = tree.leaves[index], tree.specs[index]
     if spec is Replicate or isinstance(value, Microbatches):
         return None

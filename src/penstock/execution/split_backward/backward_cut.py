@@ -1,4 +1,4 @@
-"""Where the autograd graph of a stage is cut in two, found from its form.
+"""Finds where to cut the autograd graph of a stage in two, from its form.
 
 Some nodes lead to an input of the stage. The others lead to parameters only. Where an edge goes from the first to the
 second, the gradient of a weight is made: by a rule, at a *point*; or, where there is no rule, by the node itself.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.execution.split_backward.weight_gradients import AddInPlace, Compute, Operands, WeightRule
 
-#: Nodes that run a backward of their own inside, and refuse to when the engine is asked for certain gradients only.
+#: Nodes that run a backward inside, and refuse to when the engine is asked for certain gradients only.
 _OPAQUE: Final = frozenset({"CheckpointFunctionBackward"})
 
 
@@ -96,7 +96,7 @@ class BackwardCut(NamedTuple):
         leaves: the leaves that get a gradient in it.
         points: the points.
         keep: nodes that must live until the weights have their gradients: leaves, for the hooks that they may have;
-            and points above nodes that are written in Python, which do not live by themselves.
+            and points above nodes that are written in Python, which nothing else keeps alive.
         whole: whether it cannot be cut.
     """
 

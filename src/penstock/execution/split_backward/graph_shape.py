@@ -1,7 +1,7 @@
 """The form of an autograd graph: what a walk through it comes upon.
 
-As a rule the graph of a stage has the same form for every microbatch. What depends on the form only is found once; of
-each further graph it is only asked whether it has that form, which takes a walk of a few hundred nanoseconds a node.
+Usually the graph of a stage has the same form for every microbatch. What depends on the form only is found once;
+each further graph is only compared with that form, which takes a few hundred nanoseconds per node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHAIN: Final[Step] = (1, [0], [])
 
 
 class GraphShape(NamedTuple):
-    """The form of a graph. Nodes are told by their place in the walk.
+    """The form of a graph. Nodes are identified by their place in the walk.
 
     Attributes:
         roots: at how many nodes the walk begins.

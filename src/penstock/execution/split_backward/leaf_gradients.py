@@ -1,7 +1,7 @@
-"""A leaf of the autograd graph that gets gradients of weights here, not from the engine.
+"""Adds weight gradients to leaves of the autograd graph without the engine.
 
-The engine adds a gradient to ``.grad`` and shows it to whoever has asked for it. Where nobody has, a product is added
-to what is there as it is made, without a tensor of its own as large as the weight; and for a small weight the engine
+The engine adds a gradient to ``.grad`` and shows it to hooks. Where there are none, a product is added
+to ``.grad`` as it is computed, without a temporary as large as the weight; and for a small weight the engine
 takes longer than the product does.
 
 Hooks that are set in C++ cannot be seen: those of ``DistributedDataParallel`` are the ones that torch has. On
@@ -48,7 +48,7 @@ class LeafGradient:
 
     @property
     def is_unhooked(self) -> bool:
-        """Whether gradients can be added here: nobody looks on."""
+        """Whether gradients can be added here: no hook observes them."""
         tensor = self.tensor
         watched = self.has_node_hooks or tensor._backward_hooks or tensor._post_accumulate_grad_hooks
         return self._is_plain and tensor.requires_grad and not watched
@@ -70,10 +70,10 @@ class LeafGradient:
         if grad is None:
             self.tensor.grad = mm(left, right)
         else:
-            torch.addmm(grad, left, right, out=grad)  # which those who count operations know, unlike addmm_
+            torch.addmm(grad, left, right, out=grad)  # which FLOP counters know, unlike addmm_
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add a gradient that nobody else has. Where one number stands for many, it gets the sum."""
+        """Add a gradient that nothing else refers to. Where the leaf was broadcast, it gets the sum."""
         grad = self.tensor.grad
         if gradient.shape != self.tensor.shape:
             gradient = gradient.sum_to_size(self.tensor.shape)
@@ -102,7 +102,7 @@ def add_where_possible(
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is dense, and of no class of its own."""
+    """Whether it is dense, and not of a subclass."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 

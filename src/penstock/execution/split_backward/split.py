@@ -90,16 +90,16 @@ class SplitBackward:
         self._carrier = torch.empty(0)  # of hooks, on their way to a node
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, e.g. with its stage, begins anew: what is known is of this one's graphs."""
+        """Copy without what is known of this one's graphs, e.g. with its stage."""
         return partial(SplitBackward, adds_in_place=self.adds_in_place), ()
 
     def before_whole_backward(self) -> None:
-        """A backward is about to run that is not split. Hooks that its forward has set do not outlive its graph."""
+        """Note that a backward runs that is not split. Hooks that its forward has set do not outlive its graph."""
         for place in [place for place, leaf in self._known.items() if leaf.has_node_hooks]:
             del self._known[place]
 
     def end_step(self) -> None:
-        """A step is over: nodes of leaves are not kept alive any longer."""
+        """End a step: stop keeping nodes of leaves alive."""
         self._known.clear()
 
     def input_backward(
@@ -291,8 +291,8 @@ def _is_added(adding: tuple[AddInPlace, list[LeafGradient]] | None, gradient: to
 def _accumulate(roots: list[Root], gradients: list[torch.Tensor]) -> None:
     """Add gradients to leaves, or to those that edges lead to.
 
-    A leaf that needs none any more gets none, as in a whole backward; the engine would refuse it. With one root the
-    engine says of its node, to whoever asks in a hook of several tensors, that it does not run; so there are two.
+    A leaf that no longer requires a gradient gets none, as in a full backward; the engine would refuse it. With one
+    root, the engine reports to multi-tensor hooks that its node does not run; so there are two.
     """
     if not all(map(_needs_gradient, roots)):
         wanted = list(map(_needs_gradient, roots))
@@ -339,7 +339,7 @@ def _tensors(operands: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _check_unchanged(operands: Sequence[torch.Tensor], versions: list[int]) -> None:
-    """Raise if a tensor was changed in place since I, as autograd does for what a node has saved."""
+    """Raise if a tensor was modified in place since I, as autograd does for saved tensors."""
     if list(map(_version, operands)) == versions:
         return
     now = next(one for one, version in zip(operands, versions, strict=True) if one._version != version)
@@ -394,6 +394,6 @@ def _hooks_removed(dictionaries: Sequence[dict[int, Any]]) -> Iterator[None]:
 def _in_one_piece(
     roots: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """The whole backward, for a graph that cannot be cut."""
+    """Run the full backward, for a graph that cannot be cut."""
     run_backward(roots, gradients)
     return pop_gradients(inputs)

@@ -1,4 +1,4 @@
-"""How the gradients of weights are made from those of products: the rules for nodes of the autograd graph.
+"""Computes the gradients of weights from those of products: the rules for nodes of the autograd graph.
 
 A rule says what to keep of nodes of one type, before the engine passes them, and how the gradients for some of a node's
 edges, those that lead to weights, are made from that and the gradient of the node's output. What is kept holds nothing
@@ -34,7 +34,7 @@ class WeightRule(NamedTuple):
         operands: finds what to keep.
         make: makes the gradients, one for each edge that leads to weights.
         vector: whether the first is for a leaf that has one dimension, and only for such.
-        behind: whether the last is for the leaf behind the node that the edge leads to, which transposes it.
+        behind: whether the last is for the leaf below the node that the edge leads to, which transposes it.
         add: adds the gradients to leaves as it makes them, where it can be done in one.
     """
 
@@ -73,9 +73,9 @@ _SMALL: Final = 1 << 18
 def _saved(name: str, *factors: str) -> Operands:
     """The operand that nodes have saved under a name. Factors must be 1.
 
-    None if it is to be had by a hook only, which the node has to call; or if it is sparse, which has rules of its own.
-    Whether it has been changed since it was saved is not asked here: the engine asks when it comes by the node, and
-    whoever uses it later can see by its version.
+    None if it is available only through a hook, which the node has to call; or if it is sparse, which has other rules.
+    Whether it has been modified since it was saved is not checked here: the engine checks when it reaches the node, and
+    a later user can see it by the version.
     """
     saved = attrgetter(f"_raw_saved_{name}")
     of_each = [attrgetter(f"_saved_{factor}") for factor in factors]
@@ -96,7 +96,7 @@ def _saved(name: str, *factors: str) -> Operands:
 
 
 def _beside_dense(find: Operands) -> Operands:
-    """The same where the right operand of every node is no sparse tensor, whose gradient is sparse, too."""
+    """The same where no node has a sparse right operand, whose gradient would be sparse as well."""
 
     def operands(nodes: Sequence[Any]) -> list[Any] | None:
         return find(nodes) if all(map(_right_strides, nodes)) else None
@@ -105,7 +105,7 @@ def _beside_dense(find: Operands) -> Operands:
 
 
 def _without_hooks(find: Operands) -> Operands:
-    """The same where, besides, nobody wants to see the gradient of the right operand itself."""
+    """The same where, in addition, no hook observes the gradient of the right operand itself."""
 
     def operands(nodes: Sequence[Any]) -> list[Any] | None:
         found = find(nodes)
