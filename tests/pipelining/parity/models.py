@@ -129,10 +129,9 @@ class Random(nn.Module):
     def __init__(self, index: int, stages: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.linear(x))
+        return x + self.linear(x) * (torch.rand_like(x) < 0.5)  # dropout draws other numbers on other machines
 
 
 class Forked(nn.Module):
@@ -169,7 +168,7 @@ class Deferring(nn.Module):
 
     def __init__(self, index: int, stages: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 2)
         self.left: list[Any] = []
         self.builds = 0
         self.runs = 0
@@ -195,7 +194,7 @@ class Direct(nn.Module):
 
     def __init__(self, index: int, stages: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) / 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ self.weight.t())
