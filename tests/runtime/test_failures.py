@@ -595,7 +595,7 @@ def garbage_headers(rank, make, kinds):
                 return send(tensor, peer, tag)
 
             pipe.transport.send = damaged
-            pipe._programs.clear()
+            pipe._engine.programs.clear()
         found.append(error_of(step))
         assert all(parameter.grad is None for parameter in module.parameters())
         pipe.close()

@@ -151,7 +151,7 @@ def test_waiting_for_a_slow_stage_does_not_count_as_work(monkeypatch, warm):
             for _ in range(2):
                 pipe.step(*given, target=batch)
         pipe.step(*given, target=batch)
-        timed = [edge for edge in pipe._programs.edges.values() if edge._transport is not transport]
+        timed = [edge for edge in pipe._engine.programs.edges.values() if edge._transport is not transport]
         return record.costs().forward, timed, pipe.transport is transport
 
     for forward, timed, same in clocks.run(worker, 2, monkeypatch):
@@ -193,7 +193,7 @@ def test_a_recording_within_a_recording_or_without_steps():
     assert record.steps == []
     with pytest.raises(RunError, match="no step was recorded"):
         record.costs()
-    assert pipe._record is None
+    assert pipe._engine.recording is None
     pipe.close()
 
 
@@ -203,5 +203,5 @@ def test_a_step_that_fails_ends_the_recording():
     transport = pipe.transport
     with pytest.raises(ps.StepError, match="division by zero"), pipe.recording():
         pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
-    assert (pipe._record, pipe.transport) == (None, transport)
+    assert (pipe._engine.recording, pipe.transport) == (None, transport)
     pipe.close()

@@ -32,12 +32,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.execution.native import NativeOperations
-    from penstock.execution.program import Program
     from penstock.execution.step import Operation, Step
-    from penstock.execution.transport import Pending
+    from penstock.execution.transport import Pending, Progress
     from penstock.ir.actions import Action, ComputationType
-    from penstock.runtime.custom_functions import CustomFunction
-    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.engine import Engine, Runnable
     from penstock.runtime.program_cache import ProgramCache
     from penstock.runtime.transport.protocol import Transport
 
@@ -89,20 +87,20 @@ class Recording:
         ends: when each rank had run its last action.
     """
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.steps: list[list[TimedAction]] = []
         self.makespan = 0.0
         self.busy: tuple[float, ...] = ()
         self.ends: tuple[float, ...] = ()
-        self._pipe = pipe
-        self._stages = pipe.schedule.stages
+        self._engine = engine
+        self._stages = engine.schedule.stages
         self._before: tuple[Transport, ProgramCache] | None = None
         self._times: dict[str, dict[int, float]] = {}
         self._begun = 0.0
         self._waited = 0.0
         #: Whether to record the next action: a step is running, and it is not part of another action.
         self._open = False
-        devices = {stage.device for stage in pipe.stages.values() if stage.device.type != "cpu"}
+        devices = {stage.device for stage in engine.stages.values() if stage.device.type != "cpu"}
         self._devices = sorted(devices, key=str)
 
     @property
@@ -134,39 +132,43 @@ class Recording:
     # While recording ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        pipe = self._pipe
-        if pipe._record is not None:
+        engine = self._engine
+        if engine.recording is not None:
             raise RunError("this pipeline is already being recorded")
-        self._before = pipe.transport, pipe._programs
+        self._before = engine.transport, engine.programs
         # Programs and edges refer to the transport, so a recording has its own, and negotiates shapes again.
-        pipe.transport = cast("Transport", _TimedTransport(pipe.transport, self))
-        pipe._programs = pipe._new_programs()
-        pipe._record = self
+        engine.transport = cast("Transport", _TimedTransport(engine.transport, self))
+        engine.programs = engine.new_programs()
+        engine.recording = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         assert self._before is not None
-        self._pipe.transport, self._pipe._programs = self._before
-        self._pipe._programs.clear()  # they lack functions that were registered meanwhile
-        self._pipe._record = None
+        engine = self._engine
+        engine.transport, engine.programs = self._before
+        engine.programs.clear()  # they lack functions that were registered meanwhile
+        engine.recording = None
         if kind is None and self.steps:
             self._share()
 
-    def run(self, program: Program[Step], step: Step) -> None:
+    def record(self, program: Runnable) -> Runnable:
+        """A program that is recorded as one step when it runs."""
+        return _TimedProgram(program, self)
+
+    def run(self, program: Runnable, step: Step, progress: Progress) -> None:
         """Run a program, and record its actions as one step."""
-        transport = self._pipe.transport
-        transport.exchange(b"")
+        self._engine.transport.exchange(b"")
         self.steps.append([])
         self._open = True
         self._begun = time.perf_counter()
         try:
-            program.run(step, transport.progress)
+            program.run(step, progress)
         finally:
             self._open = False
 
-    def custom(self, operations: NativeOperations, functions: Mapping[ComputationType, CustomFunction]) -> Custom:
-        """The maker of operations that record their times."""
-        return _TimedOperations(self, self._pipe, operations, functions)
+    def customize(self, operations: NativeOperations) -> Custom:
+        """Add the user's functions to the operations of a program, and record the times of all."""
+        return _TimedOperations(self, self._engine, operations)
 
     def timed(self, action: Action, operation: Operation) -> Operation:
         """An operation that records its times."""
@@ -206,8 +208,8 @@ class Recording:
 
     def _share(self) -> None:
         """Exchange the measurements, so that every rank has those of all."""
-        self._pipe.transport.progress.call = "recording()"
-        found = self._pipe.transport.exchange(json.dumps(self._mine()).encode())
+        self._engine.transport.progress.call = "recording()"
+        found = self._engine.transport.exchange(json.dumps(self._mine()).encode())
         ranks = [json.loads(data) for data in found]
         if len({len(rank["ends"]) for rank in ranks}) > 1:
             counts = ", ".join(f"rank {number}: {len(rank['ends'])}" for number, rank in enumerate(ranks))
@@ -244,14 +246,8 @@ class Recording:
 class _TimedOperations(Custom):
     """Makes operations that record their times; of an overlap, its parts do."""
 
-    def __init__(
-        self,
-        record: Recording,
-        pipe: Pipeline,
-        operations: NativeOperations,
-        functions: Mapping[ComputationType, CustomFunction],
-    ) -> None:
-        super().__init__(pipe, operations, functions)
+    def __init__(self, record: Recording, engine: Engine, operations: NativeOperations) -> None:
+        super().__init__(engine.pipe, operations, engine.custom_functions)
         self._record = record
 
     def default(self, action: Action) -> Operation | None:
@@ -266,6 +262,18 @@ class _TimedOperations(Custom):
         if operation is None or action.computation_type is OVERLAP_F_B:
             return operation
         return self._record.timed(action, operation)
+
+
+class _TimedProgram:
+    """A program that is recorded as one step."""
+
+    def __init__(self, program: Runnable, record: Recording) -> None:
+        self._program = program
+        self._record = record
+
+    def run(self, step: Step, progress: Progress) -> None:
+        """Run it, when all ranks are ready."""
+        self._record.run(self._program, step, progress)
 
 
 class _TimedTransfer:

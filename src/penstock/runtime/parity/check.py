@@ -17,57 +17,59 @@ from penstock.runtime.parity.shared_parameters import SharedParameters, copies_a
 from penstock.runtime.parity.unsplit import Unsplit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.runtime.engine import Engine
     from penstock.runtime.parity.preserve import Values
-    from penstock.runtime.pipeline import Pipeline
 
 _CALL: Final = "check_parity()"
 
 
-def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any) -> Parity:
+def check_parity(
+    engine: Engine, run_step: Callable[..., Any], args: Any, kwargs: dict[str, Any], target: Any
+) -> Parity:
     """See ``Pipeline.check_parity``."""
-    pipe._begin_call(_CALL)
-    if pipe._forward_only:
+    engine.begin_call(_CALL)
+    if engine.is_forward_only:
         raise StageError("check_parity compares gradients, but this schedule has no backward")
-    parameters = parameters_of(pipe.stages)
+    parameters = parameters_of(engine.stages)
     values: Values = {}
-    with pipe._telling, torch.enable_grad(), preserved_pipeline(pipe, parameters, values) as begin:
-        batch = pipe._batches.of_step(copy_as_leaves(args), copy_as_leaves(kwargs), target, varying=True)
+    with engine.failures, torch.enable_grad(), preserved_pipeline(engine, parameters, values) as begin:
+        batch = engine.batches.of_step(copy_as_leaves(args), copy_as_leaves(kwargs), target, varying=True)
         # So that shapes are known, and no stage is run for them below.
-        pipe._programs.training(batch, pipe._customized)
+        engine.programs.training(batch, engine.customize)
         values |= {one: one.detach().clone() for one in parameters}  # now that lazy ones have theirs
-        shared = SharedParameters(pipe.transport, parameters)
+        shared = SharedParameters(engine.transport, parameters)
         mine = shared.mine
-        unsplit = Unsplit(pipe, batch, parameters, mine)
+        unsplit = Unsplit(engine, batch, parameters, mine)
         begin()
         expected, halves, losses = unsplit.run(split=True)
         halves = shared.add_up(halves)
-        reduction = reduction_of(pipe, unsplit, losses, target)
-        pipe._judges_loss &= bool(reduction.unchecked)  # else it is judged here, and better
+        reduction = reduction_of(engine, unsplit, losses, target)
+        engine.judges_loss &= bool(reduction.unchecked)  # else it is judged here, and better
         begin()
         found: list[torch.Tensor] = []
-        with Replay(pipe.stages, order_of(pipe)):
-            pipe.step(
-                *copy_as_leaves(args), target=target, losses=found, return_outputs=False, **copy_as_leaves(kwargs)
-            )
-        pipe.transport.progress.call = _CALL  # again
+        with Replay(engine.stages, order_of(engine)):
+            run_step(*copy_as_leaves(args), target=target, losses=found, return_outputs=False, **copy_as_leaves(kwargs))
+        engine.transport.progress.call = _CALL  # again
         shared.wait()
         scheduled = pop_gradients(mine)
         differences = [
-            *compare(alone(mine, pipe.stages), halves, expected, HALVES),
+            *compare(alone(mine, engine.stages), halves, expected, HALVES),
             *compare(mine, scheduled, expected, SCHEDULED),
-            *compared_losses(pipe, found, losses),
+            *compared_losses(engine, found, losses),
             *unsplit.inputs,
         ]
-        everything = gather_differences(pipe, differences)
+        everything = gather_differences(engine, differences)
         random = False
         if not all(one.fits for one in everything):
             begin()
             again, _, _ = unsplit.run(split=False)
             varies = any(not one.fits for one in compare(mine, again, expected, SCHEDULED))
-            random = any(data == b"1" for data in pipe.transport.exchange(b"1" if varies else b"0"))
-        copies = copies_among(pipe.transport, mine)
+            random = any(data == b"1" for data in engine.transport.exchange(b"1" if varies else b"0"))
+        copies = copies_among(engine.transport, mine)
         trained = [
-            data.decode() for data in pipe.transport.exchange(restore_values(parameters, values).encode()) if data
+            data.decode() for data in engine.transport.exchange(restore_values(parameters, values).encode()) if data
         ]
     if trained:
         raise StageError(
@@ -78,5 +80,5 @@ def check_parity(pipe: Pipeline, args: Any, kwargs: dict[str, Any], target: Any)
     if parity.wrong:
         raise StageError(str(parity), stage=parity.wrong[0].stage)
     if not reduction.fits:
-        raise StageError(str(parity), stage=pipe.schedule.stages - 1)
+        raise StageError(str(parity), stage=engine.schedule.stages - 1)
     return parity

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.execution.stage import Stage
-    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.engine import Engine
 
     #: The gradient of each parameter of this rank.
     Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
@@ -61,12 +61,12 @@ def compare(
 
 
 def compared_losses(
-    pipe: Pipeline, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+    engine: Engine, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> list[Difference]:
     """What differs in the losses, on the rank of the last stage."""
-    if not pipe.has_last:
+    if not engine.has_last:
         return []
-    owned = ParameterPath(pipe.schedule.stages - 1, "loss", "", 0)
+    owned = ParameterPath(engine.schedule.stages - 1, "loss", "", 0)
     return [difference(owned, SCHEDULED, one, other, 0.0) for one, other in zip(found, expected, strict=True)]
 
 
@@ -89,10 +89,10 @@ def difference(
     return Difference(owned.stage, owned.name, owned.module, way, largest, size, tolerance, owned.order)
 
 
-def gather_differences(pipe: Pipeline, mine: Sequence[Difference]) -> list[Difference]:
+def gather_differences(engine: Engine, mine: Sequence[Difference]) -> list[Difference]:
     """The differences of all ranks: later stages first, and in a stage what comes later in the model."""
     found = []
-    for data in pipe.transport.exchange(json.dumps([asdict(one) for one in mine]).encode()):
+    for data in engine.transport.exchange(json.dumps([asdict(one) for one in mine]).encode()):
         try:
             found += [Difference(**fields) for fields in json.loads(data)]
         except (TypeError, ValueError) as error:

@@ -20,25 +20,25 @@ from penstock.runtime.parity.report import Reduction
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.runtime.engine import Engine
     from penstock.runtime.parity.unsplit import Unsplit
-    from penstock.runtime.pipeline import Pipeline
 
 
-def reduction_of(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
+def reduction_of(engine: Engine, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
     """What the rank of the last stage finds, told to all."""
-    mine = asdict(_reduced(pipe, unsplit, losses, target)) if pipe.has_last else {}
-    report = pipe.transport.exchange(json.dumps(mine).encode())[pipe.schedule.placement.rank_of[-1]]
+    mine = asdict(_reduced(engine, unsplit, losses, target)) if engine.has_last else {}
+    report = engine.transport.exchange(json.dumps(mine).encode())[engine.schedule.placement.rank_of[-1]]
     try:
         return Reduction(**json.loads(report))
     except (TypeError, ValueError) as error:
         raise MetadataError("could not decode the losses sent by the last stage's rank") from error
 
 
-def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
+def _reduced(engine: Engine, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
     outputs, targets = unsplit.outputs, unsplit.targets
-    loss_fn: Any = pipe._loss_fn
+    loss_fn: Any = engine.loss_fn
     try:
-        whole_output, whole_target = _whole(pipe, outputs, targets, target)
+        whole_output, whole_target = _whole(engine, outputs, targets, target)
     except Exception as error:  # a splitter's own merge may raise whatever it likes
         return Reduction(unchecked=str(error))
     try:
@@ -50,21 +50,21 @@ def _reduced(pipe: Pipeline, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
         return Reduction(unchecked="loss_fn returns a different loss when called again with the same values")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return Reduction(unchecked="loss_fn does not return one number for the whole batch")
-    scale = 1.0 if pipe._scaling is None else pipe._scaling.scale
+    scale = 1.0 if engine.scaling is None else engine.scaling.scale
     counted = [share / scale * float(one) for share, one in zip(unsplit.shares, losses, strict=True)]
     whole, size = float(loss.detach()), math.fsum(abs(one) for one in counted)
     return Reduction(whole, sum(counted), precision(loss) * max(size, abs(whole)))
 
 
-def _whole(pipe: Pipeline, outputs: Sequence[Any], targets: Sequence[Any], target: Any) -> tuple[Any, Any]:
+def _whole(engine: Engine, outputs: Sequence[Any], targets: Sequence[Any], target: Any) -> tuple[Any, Any]:
     """The outputs and the targets of all microbatches, each as one."""
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
         raise MicrobatchError("the last stage returns one number per microbatch, and none for the whole batch")
-    output = merge(copy_as_leaves(outputs), pipe._output_spec)
+    output = merge(copy_as_leaves(outputs), engine.output_spec)
     if is_presplit(output):
         raise MicrobatchError("output_spec keeps the outputs of the microbatches separate")
     if is_presplit(target):
-        target = merge(targets, pipe._batches.specs["target_spec"], name="target")
+        target = merge(targets, engine.batches.specs["target_spec"], name="target")
     return output, target
 
 

@@ -12,8 +12,8 @@ from penstock.execution.preserved_state import Buffers, preserved_random_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
+    from penstock.runtime.engine import Engine
     from penstock.runtime.parity.comparison import Gradients, ParameterPath
-    from penstock.runtime.pipeline import Pipeline
 
     #: What parameters are, in memory of its own.
     Values = dict[torch.nn.Parameter, torch.Tensor]
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def preserved_pipeline(
-    pipe: Pipeline,
+    engine: Engine,
     parameters: Mapping[torch.nn.Parameter, ParameterPath],
     values: Values,
 ) -> Iterator[Callable[[], None]]:
@@ -32,9 +32,9 @@ def preserved_pipeline(
     Ranks may be threads, with random numbers in common: none begins before all have kept them, nor puts them back
     before all are done.
     """
-    modules = [stage.module for stage in pipe.stages.values()]
-    if isinstance(pipe._loss_fn, torch.nn.Module):
-        modules.append(pipe._loss_fn)
+    modules = [stage.module for stage in engine.stages.values()]
+    if isinstance(engine.loss_fn, torch.nn.Module):
+        modules.append(engine.loss_fn)
     buffers, gradients = Buffers(modules), {one: one.grad for one in parameters}
 
     def begin() -> None:
@@ -42,11 +42,11 @@ def preserved_pipeline(
         for one in parameters:
             one.grad = None
 
-    with preserved_random_state([stage.device for stage in pipe.stages.values()], modules):
-        pipe.transport.exchange(b"kept")
+    with preserved_random_state([stage.device for stage in engine.stages.values()], modules):
+        engine.transport.exchange(b"kept")
         try:
             yield begin
-            pipe.transport.exchange(b"done")
+            engine.transport.exchange(b"done")
         finally:
             buffers.restore()
             restore_values(parameters, values)

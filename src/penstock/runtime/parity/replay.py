@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from penstock.execution.stage import Stage
+    from penstock.runtime.engine import Engine
     from penstock.runtime.parity.reference_run import StageVisit
-    from penstock.runtime.pipeline import Pipeline
 
 
 class Replay:
@@ -66,9 +66,10 @@ def _after(*_: object) -> None:
     RNG_LOCK.release()
 
 
-def order_of(pipe: Pipeline) -> dict[int, list[int]]:
+def order_of(engine: Engine) -> dict[int, list[int]]:
     """For every stage of this rank, in which order the schedule runs the microbatches forward."""
-    row = [action for action in forwards_of(pipe.schedule).actions[pipe.rank] if action is not None]
+    row = [action for action in forwards_of(engine.schedule).actions[engine.rank] if action is not None]
     return {
-        index: [action.microbatch_index or 0 for action in row if action.stage_index == index] for index in pipe.stages
+        index: [action.microbatch_index or 0 for action in row if action.stage_index == index]
+        for index in engine.stages
     }

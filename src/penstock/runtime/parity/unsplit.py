@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.runtime.batches import Batch
+    from penstock.runtime.engine import Engine
     from penstock.runtime.parity.comparison import Gradients
     from penstock.runtime.parity.reference_run import StageVisit
-    from penstock.runtime.pipeline import Pipeline
 
 
 class Unsplit:
@@ -27,13 +27,13 @@ class Unsplit:
 
     def __init__(
         self,
-        pipe: Pipeline,
+        engine: Engine,
         batch: Batch,
         parameters: Mapping[torch.nn.Parameter, ParameterPath],
         mine: Mapping[torch.nn.Parameter, ParameterPath],
     ) -> None:
         """`mine` are the parameters whose gradients this rank takes."""
-        self._pipe = pipe
+        self._engine = engine
         self._batch = batch
         self._parameters = parameters
         self._mine = mine
@@ -49,13 +49,13 @@ class Unsplit:
 
     def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
         """The gradients, those in halves, and the losses."""
-        pipe = self._pipe
-        plain = ReferenceRun(pipe.stages, pipe.schedule.placement.rank_of, pipe.transport, pipe._loss_fn)
-        microbatches = range(pipe.schedule.microbatches)
-        orders = {index: list(microbatches) for index in pipe.stages}
+        engine = self._engine
+        plain = ReferenceRun(engine.stages, engine.schedule.placement.rank_of, engine.transport, engine.loss_fn)
+        microbatches = range(engine.schedule.microbatches)
+        orders = {index: list(microbatches) for index in engine.stages}
         args, kwargs, targets = self._batch[:3]
-        with pipe._step_scope(training=True), Replay(pipe.stages, orders) as self._replay:
-            self.shares = pipe._shares(self._batch)
+        with engine.step_scope(training=True), Replay(engine.stages, orders) as self._replay:
+            self.shares = engine.find_shares(self._batch)
             plain.run(
                 copy_as_leaves(args), copy_as_leaves(kwargs), targets, self.shares, self._in_halves if split else None
             )

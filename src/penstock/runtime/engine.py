@@ -1,0 +1,338 @@
+"""Runs steps on one rank: its stages, the transport, the programs and the batches.
+
+``Pipeline`` is what a script holds; ``check_parity`` and a recording drive the engine below it. An engine prepares a
+step, its caller runs the program, and the engine completes the step: so no frame lies between ``step`` and the program.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+import torch
+
+from penstock.errors import StageError
+from penstock.execution.data_parallel import gradient_sharing, reductions_of
+from penstock.execution.edges import ABSENT
+from penstock.execution.microbatches.merge import merge
+from penstock.execution.microbatches.split import is_presplit
+from penstock.execution.stage import device_of
+from penstock.execution.step import Step, sample_mismatch_error
+from penstock.execution.training_check import TrainingCheck
+from penstock.execution.trees import map_tensors
+from penstock.ir import packed
+from penstock.ir.actions import COMPUTE, FORWARD, ComputationType
+from penstock.lowering.pipeline import lower
+from penstock.runtime.batches import Batches
+from penstock.runtime.custom_functions import Custom
+from penstock.runtime.ends import DetachedInputs
+from penstock.runtime.failure_scope import FailureScope, describe_failure
+from penstock.runtime.grad_scaling import Scaling
+from penstock.runtime.loss_weights import LossWeights
+from penstock.runtime.losses import check_reduction, find_shares
+from penstock.runtime.program_cache import PER_MICROBATCH, ProgramCache, check_shapes, model_with_headers
+from penstock.runtime.setup_checks import check_ranks_agree, check_schedule, check_stages, collect_stages
+from penstock.runtime.shared_losses import broadcast_losses
+from penstock.runtime.transport.failure_messages import pipeline_failed_error
+from penstock.verification.check import verify as prove
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+
+    from penstock.execution.native import NativeOperations
+    from penstock.execution.stage import Stage
+    from penstock.execution.transport import Progress
+    from penstock.ir.schedule import Schedule
+    from penstock.runtime.batches import Batch
+    from penstock.runtime.custom_functions import CustomFunction
+    from penstock.runtime.ends import LossFunction
+    from penstock.runtime.losses import Weight
+    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.recording import Recording
+    from penstock.runtime.transport.protocol import Transport
+
+#: In seconds: more often than this, the beginning of a step does not ask whether another rank has failed; in the step
+#: it is noticed all the same.
+_ASKED_EVERY: Final = 0.05
+_BACKWARDS: Final = COMPUTE - {FORWARD}
+
+
+class Runnable(Protocol):
+    """A program, or one that is recorded."""
+
+    def run(self, step: Step, progress: Progress) -> None:
+        """Run all of it."""
+
+
+class Training(NamedTuple):
+    """A training step that is ready to run.
+
+    Attributes:
+        program: what to run.
+        step: its state.
+        inputs: the arguments of the first stage, cut off from the graph that made them.
+        weights: judges how the loss of a microbatch is weighted; None if that was judged before.
+    """
+
+    program: Runnable
+    step: Step
+    inputs: DetachedInputs
+    weights: LossWeights | None
+
+
+class Engine:
+    """Runs a schedule on one rank.
+
+    Attributes:
+        pipe: what a custom function gets as its pipeline.
+        transport: connects the ranks. A recording replaces it, and the programs with it.
+        stages: the stages of this rank, by index.
+        compute: the schedule as it was given.
+        schedule: the lowered schedule, which runs.
+        programs: the programs of this rank.
+        batches: splits batches.
+        loss_fn: the loss of a microbatch, if there is one.
+        output_spec: how outputs are merged.
+        scaling: multiplies gradients, if there is a scaler.
+        custom_functions: the user's own functions, by the type of action that they replace.
+        failures: the scope around each call: it makes an error here one on every rank.
+        recording: the recording under way, if there is one.
+        judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage],
+        schedule: Schedule,
+        transport: Transport,
+        *,
+        loss_fn: LossFunction | None,
+        shapes: str | Mapping[int, Any],
+        loss_reduction: str,
+        loss_weight: Weight | None,
+        specs: Mapping[str, Any],
+        output_spec: Any,
+        share_losses: bool,
+        scaler: torch.amp.GradScaler | None,
+        allow_untrained: bool,
+        verify: bool,
+    ) -> None:
+        self.pipe = pipe
+        self.transport = transport
+        self.loss_fn = loss_fn
+        self.output_spec = output_spec
+        self.custom_functions: dict[ComputationType, CustomFunction] = {}
+        self.recording: Recording | None = None
+        self.judges_loss = True
+        self._reduction, self._weight = loss_reduction, loss_weight
+        self._shapes = shapes
+        self._verify = verify
+        self._share_losses = share_losses
+        self._has_trained = False
+        with self._setup_scope():
+            check_schedule(schedule)
+            check_reduction(loss_reduction, loss_weight)
+            check_shapes(shapes)
+            self.stages: Mapping[int, Stage] = collect_stages(stages)
+            if transport.in_one_process:
+                for stage in self.stages.values():
+                    stage.share_process()
+            self.failures = FailureScope(transport, self.stages.values(), lambda: self.programs.action())
+            self.compute = schedule
+            self.schedule = self._lower(schedule)
+            self.programs = self.new_programs()
+            self.batches = Batches(
+                self.rank, first=self.has_first, last=self.has_last, microbatches=schedule.microbatches, specs=specs
+            )
+            self._reductions = reductions_of(self.schedule)
+            self._must_train = not (allow_untrained or self.is_forward_only)
+            self.scaling = None if scaler is None else Scaling(scaler, self.stages, transport)
+            needs_loss = loss_fn is None and not self.is_forward_only
+            check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
+            check_ranks_agree(transport, self.schedule, self._common_options())
+
+    @property
+    def rank(self) -> int:
+        """This rank in the pipeline."""
+        return self.transport.rank
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first stage is here."""
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is here."""
+        return self.schedule.stages - 1 in self.stages
+
+    @property
+    def is_forward_only(self) -> bool:
+        """Whether the schedule has no backward."""
+        return not packed.kind_mask(_BACKWARDS).take(packed.types(self.schedule.codes)).any()
+
+    def new_programs(self) -> ProgramCache:
+        """Programs for the present transport."""
+        return ProgramCache(
+            self.schedule, self.stages, self.transport, shapes=self._shapes, loss_fn=self.loss_fn, verify=self._verify
+        )
+
+    def close(self) -> None:
+        """Let go of connections and threads."""
+        self.programs.clear()
+        self.transport.close()
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def begin_call(self, call: str) -> None:
+        """Begin a call, unless the pipeline has failed. Ranks that wait for this one report which call it is in."""
+        self.transport.progress.call = call
+        failure = self.transport.failure(max_age=_ASKED_EVERY)
+        if failure is not None:
+            self.failures.drop_gradients()
+            raise pipeline_failed_error(failure)
+
+    @contextmanager
+    def step_scope(self, *, training: bool) -> Iterator[None]:
+        """Around a step: when it ends, gradients are complete on all replicas, and an overflow counts on all ranks."""
+        for stage in self.stages.values():
+            stage.begin()
+        elsewhere = self._reductions if ComputationType.REDUCE_GRAD in self.custom_functions else ()
+        try:
+            with gradient_sharing(self.stages.values(), reduce=training, elsewhere=elsewhere):
+                yield
+        finally:
+            for stage in self.stages.values():
+                stage.end()
+        if training and self.scaling is not None:
+            self.scaling.sync_overflow()
+
+    def prepare_training(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool
+    ) -> Training:
+        """Prepare a training step; the first time, all ranks agree on what goes over the edges."""
+        if torch.is_inference_mode_enabled():
+            raise StageError(
+                "step() computes gradients, so it cannot run under torch.inference_mode(); call eval() instead"
+            )
+        varying = self.programs.edges is None or self._shapes == PER_MICROBATCH
+        batch = self.batches.of_step(args, kwargs, target, varying=varying)
+        program: Runnable = self.programs.training(batch, self.customize)
+        inputs = DetachedInputs(batch.args, batch.kwargs)
+        shares = self.find_shares(batch)
+        weights = self._loss_weights(shares, target)
+        self.failures.step = step = Step(
+            self.schedule.microbatches,
+            args=inputs.args,
+            shared_args=inputs.shared,
+            kwargs=inputs.kwargs,
+            targets=batch.targets,
+            shares=shares,
+            samples=batch.counts.samples or (),
+            target_samples=batch.counts.targets or (),
+            keep_outputs=keep_outputs and self.has_last,
+            on_loss=None if weights is None else weights.note,
+            training_check=self._training_check(),
+        )
+        if self.recording is not None:
+            program = self.recording.record(program)
+        return Training(program, step, inputs, weights)
+
+    def complete_training(self, training: Training) -> None:
+        """Complete a training step whose program has run: gradients of the arguments, and a check of the loss."""
+        self._has_trained = True
+        self.judges_loss = False
+        if training.weights is not None and (mismatch := training.weights.describe_mismatch()):
+            warnings.warn(mismatch, stacklevel=3)  # the caller of step()
+        training.inputs.backward()
+
+    def prepare_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Runnable, Step]:
+        """Prepare an evaluation: its program and its state."""
+        batch = self.batches.of_evaluation(args, kwargs, target)
+        # Without history: a slice of a slice that is made without gradients says that it needs one all the same.
+        # And each with a version of its own: a change of one in place is no change of the others.
+        args_of, kwargs_of, targets = map_tensors(lambda tensor: tensor.data, batch[:3])
+        missing = self.schedule.microbatches - len(kwargs_of)
+        counts = batch.counts
+        self.failures.step = step = Step(
+            self.schedule.microbatches,
+            args=args_of,
+            kwargs=[*kwargs_of, *[{}] * missing],
+            targets=[*targets, *[None] * missing],
+            samples=counts.samples or (),
+            target_samples=[*counts.targets, *[0] * missing] if counts.targets else (),
+            keep_outputs=self.has_last,
+        )
+        return self.programs.evaluation(self.customize, with_loss=target is not None), step
+
+    def collect(self, step: Step, losses: MutableSequence[torch.Tensor] | None) -> Any:
+        """Append the losses of a step, shared with all ranks if they should be; returns its merged output."""
+        found = [loss for loss in step.losses if loss is not None]
+        if self._share_losses:
+            found = broadcast_losses(found, self.transport, self.schedule.placement.rank_of[-1], device_of(self.stages))
+        if losses is not None:
+            losses.extend(found)
+        if step.outputs is None:
+            return None
+        return merge([output for output in step.outputs if output is not ABSENT], self.output_spec)
+
+    def customize(self, operations: NativeOperations) -> Custom:
+        """Add the user's functions to the operations of a program, and the clock of a recording."""
+        if self.recording is not None:
+            return self.recording.customize(operations)
+        return Custom(self.pipe, operations, self.custom_functions)
+
+    def find_shares(self, batch: Batch) -> Sequence[float]:
+        """How much the loss of each microbatch counts, times the scale of the gradients; nothing without last stage."""
+        scale = 1.0 if self.scaling is None else self.scaling.begin_step()
+        if not self.has_last:
+            return ()
+        agreed, counts = self.programs.samples, batch.counts
+        if agreed and counts.targets and list(counts.targets) != list(agreed):
+            varies = f"; if this batch differs in size from the first one, pass shapes={PER_MICROBATCH!r}"
+            raise sample_mismatch_error(agreed, counts.targets, varies)
+        found = find_shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
+        return [scale * share for share in found]
+
+    def _loss_weights(self, shares: Sequence[float], target: Any) -> LossWeights | None:
+        if not (self.judges_loss and self.has_last):
+            return None
+        return LossWeights(shares, self._reduction, is_ragged=is_presplit(target))
+
+    def _training_check(self) -> TrainingCheck | None:
+        if not self._must_train:
+            return None
+        return TrainingCheck(self.schedule.stages, self.schedule.microbatches, is_first_step=not self._has_trained)
+
+    # Setting up -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _setup_scope(self) -> Iterator[None]:
+        """Report a mistake on this rank to the others, which would wait for it."""
+        self.transport.progress.call = "Pipeline(...)"
+        try:
+            yield
+        except BaseException as error:
+            self.transport.fail(self.transport.explain(error) or describe_failure(error, self.rank))
+            raise
+
+    def _lower(self, schedule: Schedule) -> Schedule:
+        model = self.transport.model
+        if self._shapes == PER_MICROBATCH:
+            model = model_with_headers(model)
+        if schedule.compute_only:
+            return lower(schedule, model=model, verify=self._verify)
+        if self._verify:
+            prove(schedule, model=model)
+        return schedule
+
+    def _common_options(self) -> dict[str, str]:
+        """What must be the same on all ranks beside the schedule, by name."""
+        return {
+            "kind of shapes": self._shapes if isinstance(self._shapes, str) else "given",
+            "share_losses": str(bool(self._share_losses)),
+            "allow_untrained": str(not self._must_train),
+            "scaler": "none" if self.scaling is None else "one",
+        }
