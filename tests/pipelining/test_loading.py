@@ -55,7 +55,7 @@ def test_a_torch_that_is_too_old_is_named(version):
     result = run(OLD.format(version))
     assert result.returncode == 1
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: penstock.pipelining needs torch 2.13 or later, and this is torch {version}")
+    assert last.startswith(f"ImportError: penstock.pipelining needs torch 2.13 or later, but this is torch {version}")
 
 
 @pytest.mark.parametrize("version", ["2.13.0a0+git1234", "3.0.0"])
