@@ -46,6 +46,7 @@ COVERED = [
     "src/penstock/simulation",
     "src/penstock/view",
     "src/penstock/execution",
+    "src/penstock/runtime",
     "src/penstock/cli",
     "examples",
     "benchmarks",
@@ -54,6 +55,8 @@ COVERED = [
     "CHANGELOG.md",
     "docs/formats.md",
     "docs/simulation.md",
+    "docs/running.md",
+    "docs/drop-in.md",
     "docs/verification.md",
 ]
 

@@ -1,4 +1,4 @@
-"""Execution on torch.distributed: any verified schedule, over the stages of a model.
+"""Runs any verified schedule over the stages of a model, on torch.distributed.
 
 >>> from penstock.runtime import Pipeline
 """
@@ -10,7 +10,7 @@ try:
 except ImportError as error:
     raise ImportError("penstock.runtime needs torch: pip install 'penstock[torch]'") from error
 
-import penstock.execution.microbatches.block_masks  # noqa: F401  # says how masks are split
+import penstock.execution.microbatches.block_masks  # noqa: F401  # registers how masks are split
 from penstock.execution.microbatches.specs import Microbatches, Replicate, TensorChunkSpec, register_splitter
 from penstock.execution.stage import Stage
 from penstock.runtime.custom_functions import Context

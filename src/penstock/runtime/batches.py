@@ -1,7 +1,7 @@
-"""The batches of a pipeline, cut into microbatches: what this rank needs of each, and how many samples there are.
+"""Splits batches into microbatches: what this rank needs of each, and how many samples there are.
 
-How a batch is cut depends on its form alone: which tensors it has, and of which shapes. As a rule that is the same in
-every step, so it is found once, and a batch of the same form is only cut.
+How a batch is split depends on its form alone: which tensors it has, and their shapes. Usually that is the same in
+every step, so it is found once, and later batches of the same form are only split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Counts(NamedTuple):
     Attributes:
         samples: by the arguments of the first stage, if they are here and may vary.
         targets: by the target, if it has to have as many.
-        known: by whatever there is on this rank.
+        known: by what this rank has.
     """
 
     samples: Sequence[int] | None
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
         kwargs: the keyword arguments of each.
         targets: the target of each.
         counts: how many samples each has.
-        form: what is equal for batches that are cut alike; None if that is not known.
+        form: equal for batches that are split the same way; None if unknown.
     """
 
     args: list[tuple[Any, ...]]
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """How batches of a form are cut: a spec for each tensor; and their counts."""
+    """How batches of a form are split: a spec for each tensor; and their counts."""
 
     form: Any
     args: list[Spec]
@@ -67,14 +67,14 @@ class _Known(NamedTuple):
 
 
 class Batches:
-    """Cuts batches.
+    """Splits batches.
 
     Args:
         rank: this rank.
         first: whether the first stage is here, which gets the arguments.
         last: whether the last stage is here, which gets the target.
         microbatches: how many microbatches there are.
-        specs: how arguments (``args_spec``), keyword arguments (``kwargs_spec``) and target (``target_spec``) are cut.
+        specs: how arguments (``args_spec``), keyword arguments (``kwargs_spec``) and target (``target_spec``) split.
     """
 
     def __init__(self, rank: int, *, first: bool, last: bool, microbatches: int, specs: Mapping[str, Spec]) -> None:
@@ -82,11 +82,11 @@ class Batches:
         self._first = first
         self._last = last
         self._microbatches = microbatches
-        self.specs = deepcopy(specs)  # how batches are cut must not change
+        self.specs = deepcopy(specs)  # how batches are split must not change
         self._known: _Known | None = None
 
     def of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, varying: bool) -> Batch:
-        """The batch of a step. ``varying``: whether samples may vary from step to step."""
+        """Split the batch of a step. ``varying``: whether samples may vary from step to step."""
         call = self._mine(args, kwargs, target)
         form = _form(*call, varying)
         if form is not None and self._known is not None and self._known.form == form:
@@ -104,7 +104,7 @@ class Batches:
         return Batch(*split, counts, form)
 
     def of_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
-        """The batch of an evaluation, in as many microbatches as it can have."""
+        """Split the batch of an evaluation, into as many microbatches as it can have."""
         call = self._mine(args, kwargs, target)
         specs = self._specs_of(*call)
         split = split_call(*call, feasible_count(*call, self._microbatches, **specs), **specs)
@@ -123,18 +123,18 @@ class Batches:
         )
 
     def _mine(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
-        """What is to be split, without what this rank does not need."""
+        """Select what to split: what this rank needs."""
         if self._first and not args and not kwargs:
             raise MicrobatchError(f"rank {self._rank} has the first stage; call step with its arguments", name="args")
         return args if self._first else (), kwargs, target if self._last else None
 
     def _specs_of(self, args: Any, kwargs: Any, target: Any) -> dict[str, Any]:
-        """The specs of what there is here; they are given for all ranks."""
+        """Select the specs of what this rank has; they are given for all ranks."""
         given = {"args_spec": bool(args), "kwargs_spec": bool(kwargs), "target_spec": target is not None}
         return {name: self.specs[name] if there else None for name, there in given.items()}
 
     def _counts(self, call: Call, split: tuple[Any, Any, Any], specs: Mapping[str, Spec], *, varying: bool) -> Counts:
-        """How many samples there are in each microbatch, by what this rank has; of the arguments only if they vary."""
+        """Count the samples in each microbatch, by what this rank has; of the arguments only if they vary."""
         args, kwargs, target = call
         known = samples(kwargs, split[1], specs["kwargs_spec"]) if kwargs else None
         if args and varying:
@@ -147,7 +147,7 @@ class Batches:
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, varying: bool) -> Any:
-    """What decides how a batch is cut; None for one with more than tensors side by side."""
+    """Find the form of a batch, which decides how it is split; None for one with nested tensors."""
     tensors = args if target is None else (*args, target)
     if kwargs or splitter_of(torch.Tensor) is not None:
         return None

@@ -1,4 +1,4 @@
-"""Functions of the user's own in the place of what the runtime does for an action."""
+"""Runs the user's functions in place of the runtime's operations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Context:
         self._custom = custom
 
     def run(self, action: Action) -> None:
-        """Do what the runtime itself does for an action, or for a part of an overlap."""
+        """Run the runtime's own operation of an action, or of a part of an overlap."""
         operation = self._custom.default(action)
         if operation is not None:
             operation(self.step)
@@ -52,7 +52,7 @@ class Context:
 
 
 class Custom(CustomOperations["Step"]):
-    """The operations of a pipeline, with the user's functions where there are any."""
+    """Wraps the operations of a pipeline with the user's functions."""
 
     def __init__(
         self, pipe: Pipeline, operations: NativeOperations, functions: Mapping[ComputationType, CustomFunction]
@@ -62,14 +62,14 @@ class Custom(CustomOperations["Step"]):
         self._defaults: dict[Action, Operation | None] = {}
 
     def default(self, action: Action) -> Operation | None:
-        """What the runtime itself does."""
+        """Build the runtime's own operation."""
         if action not in self._defaults:
             self._defaults[action] = self.inner.operation(action)
         return self._defaults[action]
 
 
 def _checked(function: CustomFunction, operations: NativeOperations) -> CustomFunction:
-    """The function, and a check that it has run the forwards and backwards of its action."""
+    """Call the function, and check that it ran the forwards and backwards of its action."""
 
     def checked(action: Action, context: Context) -> None:
         function(action, context)

@@ -94,7 +94,7 @@ class DetachedInputs:
     """The arguments of every microbatch, as leaves.
 
     Several microbatches may come from one graph, e.g. slices of one tensor, and a graph can be run backward once. So
-    each microbatch ends at leaves, and ``backward`` runs the graph behind them once, for all.
+    each microbatch ends at leaves, and ``backward`` runs the graph before them once, for all.
 
     Attributes:
         args: the positional arguments of each microbatch.
@@ -109,7 +109,7 @@ class DetachedInputs:
         self.kwargs: list[dict[str, Any]] = [self._cut(values) for values in kwargs]
 
     def backward(self) -> None:
-        """Give the gradients of the leaves to the tensors that they stand for."""
+        """Pass the gradients of the leaves to the tensors that they replace."""
         pairs = [(origin, leaf.grad) for origin, leaf in self._pairs if leaf.grad is not None]
         if pairs:
             run_backward(

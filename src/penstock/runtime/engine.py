@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from penstock.runtime.recording import Recording
     from penstock.runtime.transport.protocol import Transport
 
-#: In seconds: more often than this, the beginning of a step does not ask whether another rank has failed; in the step
-#: it is noticed all the same.
+#: In seconds: the least interval at which the start of a step checks whether another rank has failed; within a step
+#: a failure is noticed anyway.
 _ASKED_EVERY: Final = 0.05
 _BACKWARDS: Final = COMPUTE - {FORWARD}
 
@@ -97,7 +97,7 @@ class Engine:
         scaling: multiplies gradients, if there is a scaler.
         custom_functions: the user's own functions, by the type of action that they replace.
         failures: the scope around each call: it makes an error here one on every rank.
-        recording: the recording under way, if there is one.
+        recording: the current recording, if any.
         judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
     """
 
@@ -252,7 +252,7 @@ class Engine:
         """Prepare an evaluation: its program and its state."""
         batch = self.batches.of_evaluation(args, kwargs, target)
         # Without history: a slice of a slice that is made without gradients says that it needs one all the same.
-        # And each with a version of its own: a change of one in place is no change of the others.
+        # And each with its own version: modifying one in place does not modify the others.
         args_of, kwargs_of, targets = map_tensors(lambda tensor: tensor.data, batch[:3])
         missing = self.schedule.microbatches - len(kwargs_of)
         counts = batch.counts

@@ -1,4 +1,4 @@
-"""When a step fails on one rank, all ranks are told, and nothing half done is left behind."""
+"""Reports a step that fails on one rank to all ranks, and drops its partial gradients."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class FailureScope:
-    """Around a step: an error here becomes one on every rank, and the pipeline is not used any more.
+    """Wraps a step: an error here becomes one on every rank, and the pipeline cannot be used again.
 
-    A step that failed has added some gradients and not others, and some ranks may have completed it, or be at something
-    else by now. So that nobody uses a part of them, every rank drops its gradients when it learns of the failure.
+    A failed step has added some gradients and not others, and some ranks may have completed it, or be doing something
+    else by now. So that partial gradients are never used, every rank drops them when it learns of the failure.
 
     Attributes:
         step: the state of the step, from when its program runs to the end of the scope; an error message says what the
@@ -35,7 +35,7 @@ class FailureScope:
     """
 
     def __init__(self, transport: Transport, stages: Iterable[Stage], action: Callable[[], Action | None]) -> None:
-        """`action` tells which action is under way, None outside the program."""
+        """`action` returns the current action, None outside the program."""
         self._transport = transport
         self._stages = stages
         self._action = action
@@ -56,14 +56,14 @@ class FailureScope:
             return
         if isinstance(error, StepError) and str(error) == failure.message:
             return  # of a step in this one
-        if cause is not None:  # what this rank noticed is only the effect
+        if cause is not None:  # this rank only noticed the effect
             raise step_error(failure) from None
         if isinstance(error, PenstockError) and failure.action is None and failure.rank == transport.rank:
-            return  # a mistake in the call, and it says so best itself
+            return  # a mistake in the call, which its own message explains best
         raise step_error(failure, traceback=failure.rank != transport.rank) from error
 
     def drop_gradients(self) -> None:
-        """Drop the gradients, once: a pipeline that is built instead may have made others since."""
+        """Drop the gradients, once: a pipeline built since may have added new ones."""
         if not self._has_failed:
             self._has_failed = True
             for stage in self._stages:
@@ -96,7 +96,7 @@ def _said(error: BaseException) -> str:
     try:
         said = str(error) or "no message"
         return f"{said} Pass Stage(index, module, changes_inputs=True)" if is_inplace_on_leaf(error) else said
-    except Exception as another:  # it is not ours, and the others must be told in any case
+    except Exception as another:  # it is not ours, and the other ranks must be notified in any case
         return f"its message cannot be shown ({type(another).__name__})"
 
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a pipeline, and gradients scaled down to a largest norm."""
+"""Computes the norm of all gradients of a pipeline, and clips them to a maximum norm."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def clip_grad_norm_(
 
 
 def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:
-    """The parameters of some stages, each once."""
+    """List the parameters of some stages, each once."""
     return list(dict.fromkeys(parameter for stage in stages.values() for parameter in stage.module.parameters()))
 
 
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """The gradients, or what is on this rank of them, without the empty ones. To be changed in place, if at all.
+    """List the gradients, or this rank's shards of them, without empty ones. Modify them only in place.
 
     Of a sparse one, these are the values that it has, also where several are for one element.
     """
@@ -84,7 +84,7 @@ def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tens
 
 
 def shared_norm(parameters: Sequence[torch.nn.Parameter], norm_type: float) -> float:
-    """The norm of the gradients of this rank. Of a gradient in shards, all shards count; of equal copies, one.
+    """Compute the norm of this rank's gradients. All shards of a gradient count; of equal copies, one.
 
     All ranks that hold shards call it together.
     """
@@ -102,7 +102,7 @@ def shared_norm(parameters: Sequence[torch.nn.Parameter], norm_type: float) -> f
 
 
 def combined(norms: Sequence[float], norm_type: float) -> float:
-    """The norm of everything, from the norms of its parts.
+    """Combine the norms of parts into the norm of the whole.
 
     >>> combined([3.0, 4.0], 2.0), combined([3.0, 4.0], math.inf)
     (5.0, 4.0)
@@ -117,7 +117,7 @@ def combined(norms: Sequence[float], norm_type: float) -> float:
 
 
 def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[float]:
-    """The norm of each tensor that is not empty, at least in single precision."""
+    """Compute the norm of each non-empty tensor, at least in single precision."""
     norms = [
         torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32 if tensor.dtype in _NARROW else None)
         for tensor in tensors
@@ -125,7 +125,7 @@ def _norms(tensors: Sequence[torch.Tensor], norm_type: float) -> list[float]:
     ]
     if not norms:
         return []
-    # Brought to one device, so that there is one wait for it.
+    # On one device, so that there is a single synchronization.
     values: list[float] = torch.stack([norm.to(norms[0]) for norm in norms]).tolist()
     return values
 
@@ -139,7 +139,7 @@ def _gathered(norm: float, group: dist.ProcessGroup, device: torch.device) -> li
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. Where that type has not been imported, there are none."""
+    """Whether it is a DTensor. None exist if that type has not been imported."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
@@ -150,7 +150,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _placed(parameter: Any) -> torch.Tensor:
-    """The gradient of a parameter, or what is on this rank of it, cut as the parameter is."""
+    """Get the gradient of a parameter, or this rank's shard of it, sharded like the parameter."""
     gradient = parameter.grad.detach()
     if _is_distributed(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -159,14 +159,14 @@ def _placed(parameter: Any) -> torch.Tensor:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that it has in memory."""
+    """Get the elements that a tensor has in memory."""
     if tensor.layout is torch.strided:
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
 def _shard_groups(parameter: Any) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which a parameter is cut; none for one that is whole here."""
+    """Find the groups over which a parameter is sharded; none for one that is whole here."""
     if not _is_distributed(parameter):
         return ()
     mesh = parameter.device_mesh

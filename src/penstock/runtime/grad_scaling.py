@@ -1,4 +1,4 @@
-"""Gradients scaled against underflow, by torch's ``GradScaler``: one scale for the pipeline, one overflow for all."""
+"""Scales gradients against underflow, with torch's ``GradScaler``: ranks share the scale and every overflow."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _REPORT: Final = struct.Struct("<d?")
 
 
 class Scaling:
-    """What a pipeline does with the scaler of this rank; there is one on every rank.
+    """Applies the scaler of this rank; every rank has one.
 
     The scale goes into the gradient of the losses, so losses stay as they are, and gradients are scaled when the step
     ends. Then ``scaler.unscale_``, ``scaler.step`` and ``scaler.update`` are used on every rank as if there were no
-    other: they take the same decision everywhere, because an overflow on one rank is made one on all. A rank without
+    other: they decide the same everywhere, because an overflow on any rank counts on all. A rank without
     stages has nothing to scale, and its scaler is not used.
     """
 
@@ -40,18 +40,18 @@ class Scaling:
 
     @property
     def scale(self) -> float:
-        """What the gradient of a loss is multiplied by in this step."""
+        """The factor of the gradient of a loss in this step."""
         return self._scale
 
     def begin_step(self) -> float:
-        """A step begins: what the gradient of a loss is multiplied by."""
+        """Begin a step; return the factor of the gradient of a loss."""
         if self._stages:
             one: Any = self._scaler.scale(torch.ones((), device=device_of(self._stages)))
             self._scale = float(one)
         return self._scale
 
     def sync_overflow(self) -> None:
-        """A step has ended: where another rank has a gradient that is not finite, have one here as well."""
+        """End a step: if another rank has a non-finite gradient, make one non-finite here as well."""
         if not self._scaler.is_enabled():
             return
         parameters = parameters_of(self._stages)
@@ -72,4 +72,4 @@ class Scaling:
         found = [gradient for gradient in gradients if gradient.numel()]
         if found and all(bool(gradient.isfinite().all()) for gradient in found):
             with torch.no_grad():
-                found[0][(0,) * found[0].ndim] = math.nan  # a view as one dimension is not to be had of every layout
+                found[0][(0,) * found[0].ndim] = math.nan  # not every layout can be viewed as one dimension

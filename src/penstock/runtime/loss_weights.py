@@ -1,4 +1,4 @@
-"""What a loss averages over, read from its graph: whether microbatches count for as much as they should.
+"""Reads from a loss's graph what it averages over, to check that microbatches have the right weight.
 
 ``loss_reduction`` says how the losses of microbatches make that of the batch. If ``loss_fn`` is a mean over tokens and
 not over samples, gradients are silently those of another loss. A mean divides by a number, and for the usual forms the
@@ -19,7 +19,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: Nodes that hand a number on as it is, or add others to it.
+#: Nodes that pass a number on unchanged, or add others to it.
 _PASSING: Final = frozenset(
     {
         "AddBackward0",
@@ -65,7 +65,7 @@ class Term(NamedTuple):
 
 
 class LossWeights:
-    """Looks at the losses of one step, and compares what they divide by with what each of them counts for.
+    """Compares what the losses of one step divide by with their weights in the batch.
 
     Args:
         shares: what each microbatch's loss counts for in that of the batch.
@@ -80,11 +80,11 @@ class LossWeights:
         self._terms: list[list[Term]] = [[] for _ in shares]
 
     def note(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Look at the loss of a microbatch while it has a graph."""
+        """Inspect the loss of a microbatch while it has a graph."""
         self._terms[microbatch] = find_terms(loss)
 
     def describe_mismatch(self) -> str | None:
-        """What is wrong, and what to write instead; None if nothing is, or nothing is known."""
+        """Describe what is wrong, and what to write instead; None if nothing is, or nothing is known."""
         if len({len(terms) for terms in self._terms}) > 1:
             return None
         for column in zip(*self._terms, strict=True):
@@ -93,7 +93,7 @@ class LossWeights:
         return None
 
     def _fits(self, terms: Sequence[Term]) -> bool:
-        """Whether an element counts for as much in every microbatch."""
+        """Whether an element has the same weight in every microbatch."""
         counts_targets = any(term.ignored is not None for term in terms)
         if not counts_targets and (self._is_ragged or len({term.divisor for term in terms}) == 1):
             return True  # what it is a mean or a sum of need not be samples, but e.g. means over samples
@@ -115,7 +115,7 @@ class LossWeights:
 
 
 def find_terms(loss: torch.Tensor) -> list[Term]:
-    """The parts of a loss, as far as its graph shows them.
+    """Find the terms of a loss, as far as its graph shows them.
 
     >>> output, target = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 1, -100, -100])
     >>> find_terms(torch.nn.functional.cross_entropy(output, target))
@@ -140,10 +140,10 @@ def _walk(node: Any, factor: float, depth: int) -> Iterator[Term]:
 
 
 def _factor(node: Any, name: str, inputs: Sequence[Any]) -> float | None:
-    """What a node multiplies its only input by."""
+    """Find the factor by which a node multiplies its only input."""
     if name not in _TIMES | _DIVIDED or sum(one is not None for one, _ in inputs) != 1:
         return None
-    if inputs[0][0] is None:  # the other one is the loss, so this is by what it is multiplied
+    if inputs[0][0] is None:  # the other one is the loss, so this is its factor
         return _number(node._saved_self) if name in _TIMES else None
     number = _number(node._saved_other)
     if number is None or name in _TIMES:
@@ -158,7 +158,7 @@ def _number(value: Any) -> float | None:
 
 
 def _extent(node: Any, name: str) -> tuple[float | None, int | None]:
-    """How many elements a node takes the mean of, and the target that it ignores."""
+    """Find how many elements a node averages, and the target that it ignores."""
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel), None
     if getattr(node, "_saved_reduction", None) != _MEAN:

@@ -1,4 +1,4 @@
-"""What the loss of each microbatch counts for in that of the batch."""
+"""Finds the weight of each microbatch's loss in that of the batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Weight = Callable[[Any], Any]
 
 
 def check_reduction(reduction: str, weight: Weight | None) -> None:
-    """Refuse a reduction that there is not."""
+    """Refuse an unknown reduction."""
     if reduction not in (MEAN, SUM, WEIGHTED):
         raise StageError(f"loss_reduction must be 'mean', 'sum' or 'weighted', not {reduction!r}")
     if (reduction == WEIGHTED) != (weight is not None):
@@ -30,10 +30,10 @@ def check_reduction(reduction: str, weight: Weight | None) -> None:
 def find_shares(
     reduction: str, targets: Sequence[Any], counts: Sequence[int] | None, weight: Weight | None = None
 ) -> list[float]:
-    """What the loss of each microbatch is multiplied by in the loss of the batch.
+    """Find the factor of each microbatch's loss in the loss of the batch.
 
     With ``"mean"`` the loss function is a mean over samples; microbatches count by how many they have. With ``"sum"``
-    it is a sum. With ``"weighted"`` it is a mean over whatever ``weight(target)`` counts, e.g. tokens.
+    it is a sum. With ``"weighted"`` it is a mean over what ``weight(target)`` counts, e.g. tokens.
 
     Args:
         reduction: which of these.

@@ -1,4 +1,4 @@
-"""What a training script holds: the stages of this rank, a schedule, and ``step``."""
+"""The pipeline of a training script: the stages of this rank, a schedule, and ``step``."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Pipeline:
         loss_fn: gets the output of the last stage and the target of a microbatch, returns a number. Needed on the rank
             of the last stage if the schedule has backwards.
         group: the process group of the pipeline, one process for each rank; by default the default group.
-        transport: what to run on instead of a process group, e.g. one that ``run_in_threads`` hands out.
-        shapes: ``"inferred"``: what goes over the edges is found once, by a dry run when the first step is taken;
+        transport: what to run on instead of a process group, e.g. one that ``run_in_threads`` passes.
+        shapes: ``"inferred"``: what goes over the edges is found once, by a dry run in the first step;
             ``"per_microbatch"``: it may vary, and is described with every microbatch; or an example of the output of
             each stage, by its index.
         loss_reduction: ``"mean"``, ``"sum"`` or ``"weighted"``: what ``loss_fn`` computes for a microbatch, so that
@@ -77,7 +77,7 @@ class Pipeline:
         target_spec: the same for the target.
         output_spec: how outputs are merged; by default along dimension 0.
         share_losses: give the losses to every rank, not only to that of the last stage.
-        scaler: multiplies the gradients; each rank has one, and calls its ``step`` and ``update`` as ever.
+        scaler: multiplies the gradients; each rank has one, and calls its ``step`` and ``update`` as usual.
         allow_untrained: accept a step that trains nothing, or leaves a stage untrained whose parameters require
             gradients, e.g. because its output is detached.
         verify: prove the schedule for this transport before anything runs; also the one that ``eval`` runs.
@@ -250,7 +250,7 @@ class Pipeline:
         )
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
-        """Run a function of your own for every action of a type; see ``penstock.runtime.custom_functions``."""
+        """Run your own function for every action of a type; see ``penstock.runtime.custom_functions``."""
         if not isinstance(kind, ComputationType):
             raise StageError(f"expected a ComputationType to register a function for, got {kind!r}")
         self._engine.custom_functions[kind] = function
@@ -261,7 +261,7 @@ class Pipeline:
         return Recording(self._engine)
 
     def close(self) -> None:
-        """Let go of connections and threads. Also done by ``with Pipeline(...) as pipe:``."""
+        """Release connections and threads. ``with Pipeline(...) as pipe:`` does so at its end."""
         self._engine.close()
 
     def __enter__(self) -> Self:
@@ -273,7 +273,7 @@ class Pipeline:
         self.close()
 
     def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:
-        """Arguments of the constructor are not meant for the stages, unless one of them has such an argument."""
+        """Refuse arguments of the constructor, unless a stage has such an argument."""
         for name in _OF_CONSTRUCTOR.intersection(kwargs):
             if not any(name in signature(stage.module.forward).parameters for stage in self._engine.stages.values()):
                 raise StageError(f"pass {name} to Pipeline(...), not to {call}")

@@ -1,4 +1,4 @@
-"""The programs of one rank, and the edges between stages that they use: made when a step first needs them."""
+"""Builds the programs of one rank and the edges that they use, when a step first needs them."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
     #: Makes what makes the operations.
     Customized = Callable[[NativeOperations], Custom]
 
-#: Ways to know what goes over an edge, besides giving it.
+#: How shapes of an edge are found, if not given.
 INFERRED: Final = "inferred"
 PER_MICROBATCH: Final = "per_microbatch"
 
 
 class ProgramCache:
-    """What this rank runs in training, and in evaluation with a loss and without.
+    """Keeps the programs that this rank runs in training, and in evaluation with and without a loss.
 
     Args:
         schedule: the lowered schedule of all ranks.
         stages: the stages of this rank.
-        transport: what they talk by.
-        shapes: how it is known what goes over an edge.
+        transport: what they communicate through.
+        shapes: how the shapes of an edge are found.
         loss_fn: the loss of a microbatch, if there is one.
         verify: whether to prove the schedule of an evaluation.
 
@@ -81,7 +81,7 @@ class ProgramCache:
         self._seen_form: Any = None
 
     def training(self, batch: Batch, customized: Customized) -> Program[Step]:
-        """The program of a step; the first time, all ranks agree on what goes over the edges.
+        """Get the program of a step; the first time, all ranks agree on what goes over the edges.
 
         Args:
             batch: what this rank has of the batch.
@@ -97,7 +97,7 @@ class ProgramCache:
         return self._made["training"]
 
     def evaluation(self, customized: Customized, *, with_loss: bool) -> Program[Step]:
-        """The program of an evaluation: the forwards, lowered for themselves."""
+        """Get the program of an evaluation: the forwards, lowered separately."""
         name = f"evaluation with_loss={with_loss}"
         if name not in self._made:
             model = model_with_headers(self._transport.model)
@@ -107,16 +107,16 @@ class ProgramCache:
         return self._made[name]
 
     def clear(self) -> None:
-        """Make programs anew when they are needed; what was agreed stands."""
+        """Rebuild programs when they are next needed; agreed shapes are kept."""
         self._made.clear()
 
     def action(self) -> Action | None:
-        """The action under way."""
+        """Get the current action."""
         lines = (program.line_at(self._transport.progress) for program in self._made.values())
         return next((line.cell for line in lines if line is not None), None)
 
     def _check_seen(self, args: Sequence[Any], kwargs: Sequence[dict[str, Any]]) -> None:
-        """Shapes are agreed once; others would be received into buffers of the wrong size."""
+        """Refuse other shapes than agreed: they would be received into buffers of the wrong size."""
         seen = find_kinds(args, kwargs)
         if self._seen is None:
             self._seen = seen
@@ -144,7 +144,7 @@ class ProgramCache:
         }
 
     def _local_edges(self) -> list[int]:
-        """The edges to or from a stage of this rank, by the stage that they come from."""
+        """Build the edges to or from a stage of this rank, by the stage that they come from."""
         touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
         return sorted(edge for edge in touched if 0 <= edge < self._schedule.stages - 1)
 
@@ -158,7 +158,7 @@ class ProgramCache:
         peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
         device = self._stages[here[0]].device
         if metas is None:
-            # If one rank evaluates and another one trains, they must not take each other's messages for their own.
+            # If one rank evaluates and another one trains, their messages must not be mixed up.
             first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
             return HeaderedEdge(stage, microbatches, self._transport, peer, device, first_tag)
         kind = SingleTensorEdge if is_single(metas[stage]) else NegotiatedEdge
@@ -189,13 +189,13 @@ class ProgramCache:
 
 
 def check_shapes(shapes: object) -> None:
-    """Refuse what is no way to know shapes."""
+    """Refuse an unknown value of ``shapes``."""
     if shapes not in (INFERRED, PER_MICROBATCH) and not isinstance(shapes, Mapping):
         raise StageError(f"shapes must be {INFERRED!r}, {PER_MICROBATCH!r} or examples by stage, not {shapes!r}")
 
 
 def model_with_headers(model: CommModel) -> CommModel:
-    """How communication behaves if messages have headers that are waited for: these make a lane of everything."""
+    """Get the communication model of messages with headers: waiting for these puts all messages in one lane."""
     return model if model.lanes == "message" else CommModel(model.buffering, lanes="rank")
 
 

@@ -1,4 +1,4 @@
-"""What goes over each edge, agreed before it does: found by a dry run through the stages, or given."""
+"""Agrees on what goes over each edge, from a dry run through the stages or from examples."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def infer_specs(
     """Agree on what goes over every edge to or from the stages of this rank. All ranks of the pipeline call it.
 
     Each stage is run once for every kind of microbatch, the first stage with the real arguments, the others with zeros
-    of the announced shapes; then it tells the next one what comes out, and how many samples each microbatch has. The
-    first one knows that, the others are told.
+    of the announced shapes; then it announces to the next one its output's shapes, and each microbatch's samples. The
+    first one knows the latter, the others receive it.
     """
     metas: Metas = {}
     rank = transport.rank
@@ -72,7 +72,7 @@ def infer_specs(
 def specs_from_examples(
     examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, transport: Transport, microbatches: int
 ) -> Metas:
-    """What was given: an example of the output of each stage but the last, for a microbatch. All ranks call it.
+    """Describe the given examples: the output of each stage but the last, for a microbatch. All ranks call it.
 
     If no tensor of an example needs a gradient, all that can have one do, unless no stage up to there has a parameter
     that needs one.
@@ -93,7 +93,7 @@ def specs_from_examples(
 
 
 def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
-    """The last stage of the pipeline that modifies its inputs in place; 0 if none does. All ranks call it."""
+    """Find the last stage of the pipeline that modifies its inputs in place; 0 if none does. All ranks call it."""
     mine = max((index for index, stage in stages.items() if stage.changes_inputs), default=0)
     reports = transport.exchange(_COUNT.pack(mine))
     damaged = [rank for rank, data in enumerate(reports) if len(data) != _COUNT.size]
@@ -103,7 +103,7 @@ def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
 
 
 def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -> int:
-    """Make sure that the ranks at both ends of each edge were given the same; returns the first stage to be trained."""
+    """Check that the ranks at both ends of each edge were given the same; return the first trained stage."""
     mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
     for rank, data in enumerate(transport.exchange(_joined([_COUNT.pack(trained), *mine]))):
         try:
@@ -150,7 +150,7 @@ def _joined(parts: Sequence[bytes]) -> bytes:
 
 
 def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[ValueSpec]]:
-    """What the stage before announced."""
+    """Decode what the previous stage announced."""
     try:
         kinds, samples, metas = _read(data)
         if len(kinds) != microbatches or len(samples) not in (0, microbatches):

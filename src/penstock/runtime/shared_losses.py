@@ -1,4 +1,4 @@
-"""The losses of a step on every rank, not only where they are computed."""
+"""Sends the losses of a step to every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LENGTH: Final = struct.Struct("<I")
 def broadcast_losses(
     losses: Sequence[torch.Tensor], transport: Transport, source: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """The losses that rank `source` has, in their shapes and element types. All ranks call it.
+    """Send the losses of rank `source` to all ranks, in their shapes and element types. All ranks call it.
 
     >>> from penstock.runtime.transport.threads import thread_transports
     >>> broadcast_losses([torch.tensor(0.5), torch.tensor([0.25])], thread_transports(1)[0], 0, torch.device("cpu"))
@@ -38,7 +38,7 @@ def broadcast_losses(
 def _written(losses: Sequence[torch.Tensor]) -> bytes:
     if not losses:
         return b""
-    together = torch.stack([loss.detach().reshape(()) for loss in losses]).cpu()  # so there is one wait for a device
+    together = torch.stack([loss.detach().reshape(()) for loss in losses]).cpu()  # one wait for a device
     description = encode(describe([together, *losses]))
     return _LENGTH.pack(len(description)) + description + bytes(together.view(torch.uint8).tolist())
 
@@ -56,7 +56,7 @@ def _read(data: bytes, device: torch.device) -> list[torch.Tensor]:
 
 
 def _fit(described: Sequence[TensorSpec], values: bytes) -> bool:
-    """Whether these are the values of the first tensor, which has one for each of the others."""
+    """Whether these are the values of the first tensor, one for each of the others."""
     if not described or described[0].shape != (len(described) - 1,):
         return False
     single = all(math.prod(one.shape) == 1 for one in described[1:])

@@ -1,4 +1,4 @@
-"""The probe: a batch through the unsplit model, with whole backwards and in halves, and through the schedule."""
+"""Runs a batch through the unsplit model, with full and split backwards, and through the schedule, and compares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_parity(
     values: Values = {}
     with engine.failures, torch.enable_grad(), preserved_pipeline(engine, parameters, values) as begin:
         batch = engine.batches.of_step(copy_as_leaves(args), copy_as_leaves(kwargs), target, varying=True)
-        # So that shapes are known, and no stage is run for them below.
+        # So that shapes are known, and no dry run is needed below.
         engine.programs.training(batch, engine.customize)
         values |= {one: one.detach().clone() for one in parameters}  # now that lazy ones have theirs
         shared = SharedParameters(engine.transport, parameters)

@@ -1,4 +1,4 @@
-"""The gradients and losses that two ways have led to, compared parameter by parameter."""
+"""Compares the gradients and losses of two runs, parameter by parameter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ParameterPath(NamedTuple):
 
 
 def parameters_of(stages: Mapping[int, Stage]) -> dict[torch.nn.Parameter, ParameterPath]:
-    """The parameters of this rank, each with the first place where it is, in the order of the model."""
+    """Find the parameters of this rank, each with the first place where it is, in the order of the model."""
     found: dict[torch.nn.Parameter, ParameterPath] = {}
     for index in sorted(stages):
         for path, module in stages[index].module.named_modules():
@@ -45,14 +45,14 @@ def parameters_of(stages: Mapping[int, Stage]) -> dict[torch.nn.Parameter, Param
 def alone(
     parameters: Mapping[torch.nn.Parameter, ParameterPath], stages: Mapping[int, Stage]
 ) -> dict[torch.nn.Parameter, ParameterPath]:
-    """Those that no other replica has; the others' gradients come together only when a step ends."""
+    """Select those that no other replica has; the others' gradients are reduced only when a step ends."""
     return {one: owned for one, owned in parameters.items() if stages[owned.stage].parallel is None}
 
 
 def compare(
     parameters: Mapping[torch.nn.Parameter, ParameterPath], found: Gradients, expected: Gradients, way: str
 ) -> Iterator[Difference]:
-    """What differs in the gradients. Those of one stage are of one scale: a tiny one may be nothing but rounding."""
+    """Compare gradients. Those of one stage share a scale: a tiny one may be mere rounding."""
     scales: dict[int, float] = {}
     for parameter, owned in parameters.items():
         scales[owned.stage] = max(scales.get(owned.stage, 0.0), _size(expected[parameter]))
@@ -63,7 +63,7 @@ def compare(
 def compared_losses(
     engine: Engine, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> list[Difference]:
-    """What differs in the losses, on the rank of the last stage."""
+    """Compare losses, on the rank of the last stage."""
     if not engine.has_last:
         return []
     owned = ParameterPath(engine.schedule.stages - 1, "loss", "", 0)
@@ -73,7 +73,7 @@ def compared_losses(
 def difference(
     owned: ParameterPath, way: str, found: torch.Tensor | None, expected: torch.Tensor | None, scale: float
 ) -> Difference:
-    """How far a gradient is from what is expected, where those of its stage are as large as `scale`."""
+    """Measure how far a gradient is from the expected one, where those of its stage are as large as `scale`."""
     if found is None or expected is None:
         missing = 0.0 if found is expected else float("inf")
         return Difference(owned.stage, owned.name, owned.module, way, missing, _size(expected), 0.0, owned.order)
@@ -90,7 +90,7 @@ def difference(
 
 
 def gather_differences(engine: Engine, mine: Sequence[Difference]) -> list[Difference]:
-    """The differences of all ranks: later stages first, and in a stage what comes later in the model."""
+    """Gather the differences of all ranks: later stages first, and in a stage later parameters first."""
     found = []
     for data in engine.transport.exchange(json.dumps([asdict(one) for one in mine]).encode()):
         try:
@@ -101,7 +101,7 @@ def gather_differences(engine: Engine, mine: Sequence[Difference]) -> list[Diffe
 
 
 def precision(tensor: torch.Tensor) -> float:
-    """Half of the digits."""
+    """The tolerance: half of the digits."""
     return float(torch.finfo(tensor.dtype).eps ** 0.5)
 
 
@@ -110,6 +110,6 @@ def _size(tensor: torch.Tensor | None) -> float:
 
 
 def _plain(tensor: Any) -> Any:
-    """The elements that are here, as an ordinary tensor."""
+    """Get the elements on this rank, as an ordinary tensor."""
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return tensor.to_dense() if tensor.is_sparse else tensor

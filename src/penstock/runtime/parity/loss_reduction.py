@@ -1,4 +1,4 @@
-"""Whether the losses of the microbatches make that of the batch: the loss function, called for the whole of it."""
+"""Checks that the losses of the microbatches add up to that of the batch, by calling the loss function for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def reduction_of(engine: Engine, unsplit: Unsplit, losses: Sequence[torch.Tensor], target: Any) -> Reduction:
-    """What the rank of the last stage finds, told to all."""
+    """Check on the rank of the last stage, and send the result to all."""
     mine = asdict(_reduced(engine, unsplit, losses, target)) if engine.has_last else {}
     report = engine.transport.exchange(json.dumps(mine).encode())[engine.schedule.placement.rank_of[-1]]
     try:
@@ -39,7 +39,7 @@ def _reduced(engine: Engine, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
     loss_fn: Any = engine.loss_fn
     try:
         whole_output, whole_target = _whole(engine, outputs, targets, target)
-    except Exception as error:  # a splitter's own merge may raise whatever it likes
+    except Exception as error:  # a splitter's merge may raise any error
         return Reduction(unchecked=str(error))
     try:
         again = [loss_fn(copy_as_leaves(output), one).detach() for output, one in zip(outputs, targets, strict=True)]
@@ -57,7 +57,7 @@ def _reduced(engine: Engine, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
 
 
 def _whole(engine: Engine, outputs: Sequence[Any], targets: Sequence[Any], target: Any) -> tuple[Any, Any]:
-    """The outputs and the targets of all microbatches, each as one."""
+    """Merge the outputs and the targets of all microbatches."""
     if any(isinstance(leaf, torch.Tensor) and leaf.ndim == 0 for leaf in pytree.tree_leaves(outputs)):
         raise MicrobatchError("the last stage returns one number per microbatch, and none for the whole batch")
     output = merge(copy_as_leaves(outputs), engine.output_spec)

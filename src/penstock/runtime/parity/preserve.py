@@ -1,4 +1,4 @@
-"""A probe leaves parameters, gradients, buffers and random numbers as they were."""
+"""Preserves parameters, gradients, buffers and random state around a parity check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.runtime.engine import Engine
     from penstock.runtime.parity.comparison import Gradients, ParameterPath
 
-    #: What parameters are, in memory of its own.
+    #: Copies of the values of parameters.
     Values = dict[torch.nn.Parameter, torch.Tensor]
 
 
@@ -25,11 +25,11 @@ def preserved_pipeline(
     parameters: Mapping[torch.nn.Parameter, ParameterPath],
     values: Values,
 ) -> Iterator[Callable[[], None]]:
-    """Leave all as it is: parameters, gradients, buffers, random numbers. Gives what brings back the beginning.
+    """Preserve parameters, gradients, buffers and random state. Yields a function that restores the initial state.
 
-    In the beginning there are no gradients.
+    In the initial state there are no gradients.
 
-    Ranks may be threads, with random numbers in common: none begins before all have kept them, nor puts them back
+    Ranks may be threads that share the random state: none begins before all have saved it, nor restores it
     before all are done.
     """
     modules = [stage.module for stage in engine.stages.values()]
@@ -55,7 +55,7 @@ def preserved_pipeline(
 
 
 def pop_gradients(parameters: Collection[torch.nn.Parameter]) -> Gradients:
-    """The gradients, taken away from the parameters."""
+    """Take the gradients away from the parameters."""
     found = {one: one.grad for one in parameters}
     for one in parameters:
         one.grad = None
@@ -63,7 +63,7 @@ def pop_gradients(parameters: Collection[torch.nn.Parameter]) -> Gradients:
 
 
 def restore_values(parameters: Mapping[torch.nn.Parameter, ParameterPath], values: Values) -> str:
-    """Give parameters the values that they had; returns which of them had another, if one had."""
+    """Restore the values of parameters; return the name of one that had changed, if any."""
     changed = ""
     for parameter, owned in parameters.items():
         value = values.get(parameter)
@@ -75,9 +75,9 @@ def restore_values(parameters: Mapping[torch.nn.Parameter, ParameterPath], value
 
 
 def _is_same(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether two tensors are the same, number by number; NaN is NaN. A change of ``.data`` has no version.
+    """Whether two tensors are equal, element by element; NaN equals NaN. A change of ``.data`` has no version.
 
-    Of what is sharded, the part of this rank is compared. Sparse ones cannot be.
+    Of sharded tensors, this rank's shard is compared. Sparse ones cannot be.
     """
     if parameter.layout is not torch.strided:
         return True

@@ -1,7 +1,7 @@
-"""A step without a schedule: microbatch after microbatch through all stages and back, as the unsplit model would.
+"""Runs a step without a schedule: microbatch by microbatch through all stages and back, as the unsplit model would.
 
-It shares with the runtime what a stage is and how tensors get to another rank, and nothing else. Only one stage works
-at a time, so that no two ranks can wait for each other.
+It shares with the runtime only stages and transfers between ranks. Only one stage works
+at a time, so ranks cannot deadlock.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ReferenceRun:
                 share = shares[microbatch] if visit.output is None else 1.0
                 gradients = self._gradients(visit, share)
                 found = visit.stage.backward(visit.flight, gradients)
-                if look is not None:  # before the stage before works: it may add to the same parameters
+                if look is not None:  # before the previous stage runs: it may add to the same parameters
                     look(visit, gradients, found)
                 if visit.input is not None:
                     whole = fill_missing(found, visit.flight.inputs)
@@ -116,7 +116,7 @@ class ReferenceRun:
             output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **keywords)
             if not last:
                 return output, InFlight(roots_of(flatten(output)[0]), inputs)
-            if len(self.outputs) == microbatch:  # and not one that is run once more
+            if len(self.outputs) == microbatch:  # and not a repeated run
                 self.outputs.append(copy_as_leaves(output))
             assert self._loss_fn is not None
             loss = compute_loss(self._loss_fn, output, target)
@@ -146,7 +146,7 @@ class ReferenceRun:
             self._transport.send_bytes(peer, encode(meta))
 
     def _taken(self, index: int) -> tuple[ValueSpec, list[torch.Tensor]]:
-        """What comes from the stage before, as leaves."""
+        """Receive what the previous stage sends, as leaves."""
         peer = self._rank_of[index - 1]
         mine = peer == self._transport.rank
         meta = self._local.pop((index - 1, True)) if mine else decode(self._transport.receive_bytes(peer))

@@ -1,4 +1,4 @@
-"""Random numbers once more: a forward draws the same ones whenever it runs, whatever came before."""
+"""Replays random numbers: a forward draws the same ones whenever it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """Forwards that begin with the same random state whenever they run, given their stage and microbatch."""
+    """Starts every forward with the same random state whenever it runs, given its stage and microbatch."""
 
     def __init__(self, stages: Mapping[int, Stage], orders: Mapping[int, Sequence[int]]) -> None:
         self._stages = stages
@@ -43,7 +43,7 @@ class Replay:
 
     @contextmanager
     def once_more(self, visit: StageVisit) -> Iterator[None]:
-        """Where the stage is run again for its last microbatch, with the buffers that it had."""
+        """Wraps the repeated run of a stage's last microbatch, with the buffers that it had."""
         stage = visit.stage
         current = Buffers([stage.module])
         self._buffers[stage.index].restore()
@@ -67,7 +67,7 @@ def _after(*_: object) -> None:
 
 
 def order_of(engine: Engine) -> dict[int, list[int]]:
-    """For every stage of this rank, in which order the schedule runs the microbatches forward."""
+    """Find, for every stage of this rank, the order in which the schedule runs microbatches forward."""
     row = [action for action in forwards_of(engine.schedule).actions[engine.rank] if action is not None]
     return {
         index: [action.microbatch_index or 0 for action in row if action.stage_index == index]

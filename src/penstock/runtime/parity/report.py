@@ -1,4 +1,4 @@
-"""What a probe has found, and how it tells it."""
+"""The result of a parity check, and its text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Difference:
 
     @property
     def fits(self) -> bool:
-        """Whether it is small enough for an error of rounding."""
+        """Whether rounding explains it."""
         return self.largest <= self.tolerance
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """What a probe has found, the same on every rank.
+    """The result of a parity check, the same on every rank.
 
     Attributes:
         differences: all that was compared, in the order of a backward.
@@ -100,7 +100,7 @@ class Parity:
         losses: the losses of the unsplit model, on the rank of the last stage.
         reduction: whether they make the loss of the batch.
         copies: parameters of different stages with equal values, each group as ``("weight of stage 0", ...)``: they may
-            be one parameter of the model, but each was compared, and is trained, by itself.
+            be one parameter of the model, but each was compared, and is trained, separately.
     """
 
     differences: tuple[Difference, ...]

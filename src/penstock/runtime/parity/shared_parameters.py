@@ -1,4 +1,4 @@
-"""Parameters that several stages have: as one object of ranks that are threads, or as copies that train apart."""
+"""Finds parameters that several stages have: one object on ranks that are threads, or copies that train apart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _adding: Final = threading.Lock()
 
 
 class SharedParameters:
-    """Which parameters this rank compares, where other ranks are threads of its process and may have the same ones.
+    """Decides which parameters this rank compares, where other ranks are threads of its process and may share them.
 
     All ranks add to one ``.grad`` then. The lowest rank that has a parameter compares it, when all have added to it.
 
@@ -32,7 +32,7 @@ class SharedParameters:
     """
 
     def __init__(self, transport: Transport, parameters: Mapping[torch.nn.Parameter, ParameterPath]) -> None:
-        """Find out which parameters other ranks have. All ranks call it."""
+        """Find which parameters other ranks have. All ranks call it."""
         self._transport = transport
         ids = [set[int]()] * transport.ranks
         if transport.in_one_process and transport.ranks > 1:
@@ -67,7 +67,7 @@ class SharedParameters:
 def copies_among(
     transport: Transport, parameters: Mapping[torch.nn.Parameter, ParameterPath]
 ) -> tuple[tuple[str, ...], ...]:
-    """The parameters of all ranks that have equal values, though they are not one. All ranks call it.
+    """Find parameters of all ranks that have equal values, although they are distinct. All ranks call it.
 
     Those in which one number is repeated, as in biases of 0, are left out.
     """
@@ -84,7 +84,7 @@ def copies_among(
 
 
 def _sampled(parameter: Any) -> str:
-    """Type, shape and some elements of a parameter that is trained; empty if all elements are equal."""
+    """Describe a trained parameter by type, shape and some elements; empty if all elements are equal."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     if not parameter.requires_grad or local.layout is not torch.strided or local.numel() < 2:
         return ""

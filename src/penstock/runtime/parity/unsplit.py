@@ -1,4 +1,4 @@
-"""The model as if it were not split: every stage after the other, microbatch by microbatch, without a schedule."""
+"""Runs the model as if it were not split: stage by stage, microbatch by microbatch, without a schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Unsplit:
-    """The unsplit model, run once or again; each stage's backward in halves beside it."""
+    """Runs the unsplit model, once or repeatedly, and each stage's split backward with it."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Unsplit:
 
     @property
     def targets(self) -> Sequence[Any]:
-        """The target of each microbatch."""
+        """Get the target of each microbatch."""
         return self._batch.targets
 
     def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
-        """The gradients, those in halves, and the losses."""
+        """Compute the gradients, those of split backwards, and the losses."""
         engine = self._engine
         plain = ReferenceRun(engine.stages, engine.schedule.placement.rank_of, engine.transport, engine.loss_fn)
         microbatches = range(engine.schedule.microbatches)
@@ -60,13 +60,13 @@ class Unsplit:
                 copy_as_leaves(args), copy_as_leaves(kwargs), targets, self.shares, self._in_halves if split else None
             )
         self.outputs = plain.outputs
-        # A lower rank that has a parameter, too, is later done with it.
+        # A lower rank that shares a parameter finishes with it later.
         return pop_gradients(self._mine), self._halves, plain.losses
 
     def _in_halves(
         self, visit: StageVisit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]
     ) -> None:
-        """Run a microbatch of a stage once more, with I and W, into gradients of their own."""
+        """Run a microbatch of a stage once more, with I and W, into separate gradients."""
         if visit.stage.parallel is not None or not visit.flight.roots:
             return
         before = {one: one.grad for one in self._parameters}

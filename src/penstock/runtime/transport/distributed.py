@@ -252,7 +252,7 @@ class DistributedTransport:
 
 def _end(watchdog: Watchdog, board: StatusBoard, group: PrivateGroup, progress: Progress) -> None:
     watchdog.stop()
-    with suppress(RuntimeError):  # if the store is lost, nobody can ask
+    with suppress(RuntimeError):  # a lost store cannot be asked
         board.publish_status(RankStatus(None, None, 0.0, closed_after=progress.step))
     board.await_acknowledgements()
     board.close()
