@@ -47,6 +47,7 @@ COVERED = [
     "src/penstock/view",
     "src/penstock/execution",
     "src/penstock/runtime",
+    "src/penstock/pipelining",
     "src/penstock/cli",
     "examples",
     "benchmarks",

@@ -35,7 +35,7 @@ def test_microbatches_of_different_sizes_are_told_to_count_alike():
     with fake_group():
         stage = PipelineStage(layers(1)[0], 0, 1, CPU)
         x, target = numbers(1, 7, WIDTH), numbers(2, 7, WIDTH)
-        with pytest.warns(UserWarning, match="microbatches have 2, 2, 2, 1 samples, and each counts alike"):
+        with pytest.warns(UserWarning, match="microbatches have 2, 2, 2, 1 samples but equal weight"):
             Schedule1F1B(stage, 4, loss_fn=averaged).step(x, target=target)
         Schedule1F1B(stage, 4, loss_fn=averaged, scale_grads=False).step(x, target=target)
 

@@ -297,7 +297,7 @@ def _edge(output: Any) -> GradientEdge:
 
 
 def _watch(group: dict[str, Any], handles: ExitStack) -> None:
-    """Have a group get the gradients that come to its intermediates while hooks stand."""
+    """Record the gradients of a group's intermediates while hooks are set."""
     nodes = group["intermediates"] = list(group["intermediates"])
     arrived: list[tuple[torch.Tensor | None, ...]] = [()] * len(nodes)
 
@@ -327,7 +327,7 @@ def _beside_inputs(
     reverse_edges: dict[Node, list[Node]],
     roots: Sequence[tuple[GradientEdge, torch.Tensor | None]],
 ) -> list[dict[str, Any]]:
-    """A group for the weights on which outputs depend that depend on no input; none if there are no such outputs."""
+    """Make a group for weights of outputs that depend on no input; none without such outputs."""
     above_inputs, _ = reverse_closure(ends, set(), reverse_edges)
     beside = [(root, gradient) for root, gradient in roots if root.node not in above_inputs]
     starts = {root.node for root, _ in beside}

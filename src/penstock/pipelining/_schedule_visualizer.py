@@ -61,7 +61,7 @@ action_type_to_color_mapping = {
 
 
 class StagesPerRankError(SizeError, AssertionError):
-    """So many stages of a rank are not for this schedule."""
+    """The schedule does not allow this number of stages per rank."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ def get_schedule_ops(
 
 
 def add_schedule_op_spacing(schedule: list[list[_Action | None]]) -> list[list[_Action | None]]:
-    """The rows with a None for every step in which a rank waits; an action stands where it begins.
+    """The rows with a None for every step in which a rank waits; an action is placed where it begins.
 
     >>> from penstock.pipelining.schedules import _Action
     >>> rows = [["0F0", "0B0"], ["1F0", "1B0"]]

@@ -223,7 +223,7 @@ def _default_spec(value: Any) -> Any:
 
 
 def _is_split(value: Any) -> bool:
-    """Whether it is no tensor, but known how to split it."""
+    """Whether it is not a tensor, but has a registered splitter."""
     return splitter_of(type(value)) is not None
 
 
@@ -270,7 +270,7 @@ def _pieces(value: Any, spec: Any, count: int) -> Sequence[Any]:
 def _split_dtensor(tensor: DTensor, dim: int, count: int) -> Sequence[torch.Tensor]:
     """Parts that are distributed like the whole.
 
-    Each rank splits what it has, without a word to the others. The sizes of the parts are those of the whole tensor's.
+    Each rank splits what it has, without communication. The sizes of the parts are those of the whole tensor's.
     """
     parts = []
     here = torch.tensor_split(tensor.to_local(), count, dim)

@@ -118,10 +118,10 @@ _CLASSES: dict[str, type[Any]] = {
 
 
 def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    """Begin sends or receives one by one, or both together in one batch.
+    """Post sends or receives one by one, or both together in one batch.
 
     Coalesced operations wait in line on one stream, where independent ones could overlap. Sends and receives of one
-    call are coalesced nevertheless, where the backend can, lest two ranks both wait to send.
+    call are still coalesced, where the backend can, so that two ranks do not both wait to send.
     """
     if not p2p_ops:
         return []
@@ -136,7 +136,7 @@ def _batch_p2p(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.
 
 
 def _is_unpatched() -> bool:
-    """Whether messages begin and end as written in this file, with nobody to tell about them."""
+    """Whether messages are posted as written in this file, and no logger or patch observes them."""
     return _functions_of_messages() == _SHIPPED and not logger.isEnabledFor(logging.DEBUG)
 
 

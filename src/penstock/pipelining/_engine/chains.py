@@ -65,7 +65,7 @@ def program_of_one_f_one_b(
 
 
 def _may_post_alone(stage: Any) -> bool:
-    """Whether each message may be posted by itself, whatever others are in flight."""
+    """Whether each message may be posted separately, whatever others are in flight."""
     return isinstance(stage, StageInference) and may_post_ahead([stage])
 
 

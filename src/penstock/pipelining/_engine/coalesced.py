@@ -1,7 +1,7 @@
 """Rows of one stage per rank whose transfers are posted as torch posts them: ahead, or a send with a receive.
 
 A backend with lanes can deadlock where neighbours send to each other at the same time, unless each send is posted
-together with the receive that comes from there. Where messages do not queue in lanes, nobody would wait, and any other
+together with the receive from that neighbour. Where messages do not queue in lanes, no rank would wait, and any other
 row serves as well (see ``programs.program_of_order``).
 """
 
@@ -106,7 +106,7 @@ def no_label(_: Any) -> None:
 
 
 def releases_of(row: Sequence[Any], microbatches: int, *, in_flight: int) -> Releases:
-    """Wait for the oldest send when more than so many are in flight."""
+    """Wait for the oldest send when more than the limit are in flight."""
     after: dict[int, dict[int | None, list[int]]] = {}
     waiting: list[int] = []
     for position, cell in enumerate(row):

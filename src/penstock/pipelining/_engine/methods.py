@@ -1,4 +1,4 @@
-"""What is done for each action of a rank, by the methods of its stages."""
+"""Runs each action of a rank by the methods of its stages."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class CallConvention(NamedTuple):
     """How a class of schedules calls the stage.
 
     Attributes:
-        saves_outputs: whether the stage is told if its outputs are wanted.
-        tells_whole: whether it is told that a backward is whole.
+        saves_outputs: whether the stage gets ``save_forward_output``.
+        tells_whole: whether it gets ``full_backward`` for a full backward.
         computes_loss: whether there is a loss.
-        gathers: whether it runs UNSHARD and RESHARD of its own; else modules gather their parameters themselves.
+        gathers: whether it runs UNSHARD and RESHARD; else modules gather their parameters themselves.
     """
 
     saves_outputs: bool = True
@@ -107,7 +107,7 @@ class MethodOperations:
         self._trains = trains
 
     def operation(self, cell: Any) -> Operation | None:
-        """What to do for a cell of a row; None if there is nothing to do."""
+        """Build the operation of a cell; None if there is nothing to do."""
         if isinstance(cell, ScaleGradients):
             return scaling(self.stages[cell.stage_index], self._microbatches) if self._trains else None
         if isinstance(cell, Posted):
@@ -115,7 +115,7 @@ class MethodOperations:
         return self._action(cell)
 
     def release_sends(self, keys: Sequence[int]) -> Operation:
-        """Wait for sends, which lets go of their tensors."""
+        """Build the wait for sends, which releases their tensors."""
 
         def release(step: MethodStep) -> None:
             for key in keys:
@@ -278,7 +278,7 @@ class MethodOperations:
         return hand_over if self._trains else hand_over_if_made
 
     def _arrival(self, stage: Any) -> Operation | None:
-        """Wait until the parameters of a stage are there, if somebody else gathers them."""
+        """Wait for the parameters of a stage, if something else gathers them."""
         if not self._calls.gathers or not isinstance(stage.submod, FSDPModule):
             return None
         return lambda step: step.schedule._assert_unsharded(stage)

@@ -42,7 +42,7 @@ def can_run_natively(row: Sequence[Action], stages: Mapping[int, Any], microbatc
 
 
 def facts_of(stage: Any) -> tuple[Any, ...]:
-    """What native operations of a stage are made from, besides the row; they are made again when it has changed."""
+    """List what native operations of a stage depend on, other than the row; they are rebuilt when it changes."""
     return (
         stage.submod,
         stage._stage_meta,

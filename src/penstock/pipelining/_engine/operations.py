@@ -1,4 +1,4 @@
-"""Operations that are no computation: messages, sharded parameters, gradients that are divided, the user's own."""
+"""Builds operations other than computation: messages, sharded parameters, scaled gradients, the user's functions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def post_together(stages: Mapping[int, Any], cell: Posted, microbatches: int) ->
 
 
 def receive_forward(stage: Any, microbatch: int, *labels: str, directly: bool = False) -> Operation:
-    """Begin to receive an input."""
+    """Start to receive an input."""
     key, begin = (stage.stage_index, microbatch), _begins(_INPUTS, stage, microbatch, labels, directly=directly)
 
     def receive(step: MethodStep) -> None:
@@ -105,7 +105,7 @@ def receive_forward(stage: Any, microbatch: int, *labels: str, directly: bool = 
 
 
 def receive_backward(stage: Any, microbatch: int, *labels: str, directly: bool = False) -> Operation:
-    """Begin to receive the gradient of an output."""
+    """Start to receive the gradient of an output."""
     key = (stage.stage_index, microbatch)
     begin = _begins(_OUTPUT_GRADIENTS, stage, microbatch, labels, directly=directly)
 
@@ -127,7 +127,7 @@ def scaling(stage: Any, microbatches: int) -> Operation:
 
 
 def reduction(stage: Any, microbatches: int) -> Operation:
-    """Share gradients among replicas, and divide them."""
+    """Reduce gradients among replicas, and divide them."""
 
     def reduce(step: MethodStep) -> None:
         stage.perform_reduce_grad(microbatches if step.schedule.scale_grads else 1)
@@ -136,7 +136,7 @@ def reduction(stage: Any, microbatches: int) -> Operation:
 
 
 def unsharding(stage: Any) -> Operation:
-    """Begin to gather the parameters of a stage."""
+    """Start to gather the parameters of a stage."""
     index = stage.stage_index
 
     def unshard(step: MethodStep) -> None:
@@ -150,7 +150,7 @@ def unsharding(stage: Any) -> Operation:
 
 
 def resharding(stage: Any) -> Operation:
-    """Let go of what was gathered."""
+    """Release the gathered parameters."""
     index = stage.stage_index
 
     def reshard(step: MethodStep) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._engine.step import Custom
 
-#: Stands for the rank of a message where that is not known.
+#: The rank of a message where it is unknown.
 _SOME_RANK: Final = -1
 
 
@@ -116,8 +116,8 @@ def program_of_order(
         trains: whether there are backwards. An evaluation asks for them too, which stages without backward ignore, but
             reduces and scales nothing.
         mode: which operations run.
-        customs: functions of the user, by the type of action that they stand for.
-        scales_after_backward: whether gradients are scaled after the last backward of a stage, for want of REDUCE_GRAD.
+        customs: functions of the user, by the type of action that they replace.
+        scales_after_backward: whether gradients are scaled after the last backward of a stage, without REDUCE_GRAD.
     """
     customs = customs or {}
     _check_stages(rows[rank], stages, customs)
@@ -205,7 +205,7 @@ def _releases(
     found = find_releases(schedule, sorted(rows).index(rank), by_level=True)
     if len(row) == len(rows[rank]):
         return found
-    # Positions count the actions of a schedule; here, cells for scaling stand between them.
+    # Positions count the actions of a schedule; here, there are cells for scaling between them.
     places = [position for position, cell in enumerate(row) if isinstance(cell, _Action)]
     return Releases({places[position]: keys for position, keys in found.after.items()}, found.at_end)
 
@@ -221,7 +221,7 @@ def _rank_of(stages: Mapping[int, Any]) -> Callable[[int], int | None]:
 
 
 def _check_stages(row: Sequence[_Action], stages: Mapping[int, Any], customs: Mapping[ComputationType, Custom]) -> None:
-    """Raise if the order of this rank is for other stages than it has."""
+    """Refuse a schedule that runs stages which this rank does not hold."""
     parts = [part for action in row if action.computation_type not in customs for part in action.parts]
     needed = {part.stage_index for part in parts if part.computation_type is not OVERLAP_F_B}
     if needed - stages.keys():
@@ -245,9 +245,9 @@ def operations_of(
 
 
 def may_post_ahead(stages: Iterable[Any]) -> bool:
-    """Whether receives may be posted before sends that they stand behind: where messages do not stand in one line.
+    """Whether receives may be posted before sends that precede them: where messages do not queue in lanes.
 
-    Not with a stage that has a way of its own to receive, which may rely on the order of its calls.
+    Not with a stage that overrides how it receives, which may rely on the order of its calls.
     """
     return dist.is_initialized() and all(
         _receives_in_the_usual_way(stage)

@@ -1,4 +1,4 @@
-"""Receives in the order of the sends: messages between two ranks are told apart by nothing else."""
+"""Orders receives like the sends: only the order identifies messages between two ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_RECEIVE = {transfer.receive: transfer for transfer in TRANSFERS}
 
 
 def in_order_of_sends(rows: LoweredRows, rank_of: Mapping[int, int]) -> LoweredRows:
-    """The same rows with some receives ahead of where they stand, so that those from one rank are in its order. O(n).
+    """Move some receives ahead, so that those from one rank are in the order of its sends. O(n).
 
     A receive that would get the message of another is posted right after that one.
     """

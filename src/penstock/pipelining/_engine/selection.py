@@ -1,4 +1,4 @@
-"""Short ways through a step, where nobody has put anything of their own between: found out once, when it begins."""
+"""Selects the operations of a step, once when it begins: native ones where no program has overridden anything."""
 
 from __future__ import annotations
 

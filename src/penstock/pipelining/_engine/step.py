@@ -1,4 +1,4 @@
-"""What lives as long as a step of the drop-in."""
+"""The state of one step of the drop-in."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     Works: TypeAlias = "list[Work]"
     #: A stage and a microbatch.
     Key: TypeAlias = "tuple[int, int]"
-    #: What is done of an action.
+    #: Runs an action.
     Operation: TypeAlias = "Callable[[MethodStep], None]"
     #: A function of the user in place of it.
     Custom: TypeAlias = "Callable[[_Action, Any], None]"
 
 
 class Batch(NamedTuple):
-    """What a step is given: all that ``_step_microbatches`` is told.
+    """The arguments of a step, as ``_step_microbatches`` gets them.
 
     Attributes:
         arg_mbs: the positional arguments of each microbatch.
@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True)
 class MethodStep:
-    """What lives as long as a step.
+    """The state of one step.
 
     Attributes:
         schedule: the schedule that runs.
@@ -56,8 +56,8 @@ class MethodStep:
         post: posts sends or receives.
         wait: waits for them.
         context: makes what a custom function gets.
-        forward_receives: activations under way, by stage and microbatch.
-        backward_receives: gradients under way.
+        forward_receives: activations in flight, by stage and microbatch.
+        backward_receives: gradients in flight.
         counter: how many microbatches of each stage are done.
         sends: sends in flight, by the key of their message.
     """

@@ -62,8 +62,8 @@ class _Action(Action):
         return self.is_compute
 
     @staticmethod
-    def from_str(action_string: str) -> _Action | None:  # type: ignore[override]  # an empty cell is no action here
-        """The inverse of ``repr(action)``; None for an empty text, which stands for an idle step."""
+    def from_str(action_string: str) -> _Action | None:  # type: ignore[override]  # an empty cell is None here
+        """Parse ``repr(action)``; an empty text is an idle step, None."""
         content = action_string.strip()
         if not content:
             return None

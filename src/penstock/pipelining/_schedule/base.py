@@ -92,7 +92,7 @@ class _PipelineSchedule(ABC):
         """The loss of a microbatch, if the stage is the last and there is a loss function."""
         if self._loss_fn is not None and stage.is_last:
             if target_mbs is None:
-                raise TypeError("there is a loss function, but no target: give target= on the rank of the last stage")
+                raise TypeError("there is a loss function, but no target; pass target= on the rank of the last stage")
             loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
             self._loss_places[mb_index] = len(self._internal_losses)
             self._internal_losses.append(loss)
@@ -104,7 +104,7 @@ class _PipelineSchedule(ABC):
         place = self._loss_places.get(mb_index, mb_index)
         if not 0 <= place < len(self._internal_losses):
             raise RuntimeError(
-                f"the loss of microbatch {mb_index} is not there; there are {len(self._internal_losses)} losses, of "
+                f"the loss of microbatch {mb_index} is missing; there are {len(self._internal_losses)} losses, of "
                 f"microbatches {sorted(self._loss_places)}"
             )
         return self._internal_losses[place]
@@ -158,7 +158,9 @@ class _PipelineSchedule(ABC):
         for stage in reversed(stages):
             vote = stage._warmup_backward_result(received_result=vote)
             if vote is None:
-                raise RuntimeError(f"stage {stage.stage_index} got no answer whether shapes are given or to be found")
+                raise RuntimeError(
+                    f"stage {stage.stage_index} got no answer on whether shapes are given or must be inferred"
+                )
             stage._inference_mode = InferenceMode.STATIC if vote.item() == 1 else InferenceMode.DYNAMIC
 
     def _initialize_pp_stages(
@@ -348,7 +350,7 @@ class _PipelineSchedule(ABC):
         return chunks
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
-        """The outputs of all microbatches as one; along dimension 0 unless told otherwise."""
+        """The outputs of all microbatches as one; along dimension 0 by default."""
         merged = upstream_names().merge_chunks(output_chunks, self._output_merge_spec)
         batch = self._batch_samples
         if batch is None or (batch.is_whole and not has_dtensors(merged)):
@@ -522,9 +524,9 @@ def _warn_of_sizes(targets: list[Any]) -> None:
     sizes = [one.shape[0] if isinstance(one, torch.Tensor) else len(one) for one in targets]  # len takes much longer
     if len(set(sizes)) > 1:
         warnings.warn(
-            f"microbatches have {', '.join(map(str, sizes))} samples, and each counts alike, for gradients are divided "
-            "by the number of microbatches. With a loss that is a mean they are not those of the whole batch: give "
-            "a batch that can be divided, or a loss that is a sum and scale_grads=False",
+            f"microbatches have {', '.join(map(str, sizes))} samples but equal weight, because gradients are divided "
+            "by the number of microbatches; with a mean loss they differ from the whole batch's. Use an evenly "
+            "divisible batch, or a sum loss with scale_grads=False",
             stacklevel=5,
         )
 
@@ -551,7 +553,7 @@ def _take_given_shapes(stages: list[Any], has_backward: bool) -> None:
     for stage in stages:
         if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
             raise RuntimeError(
-                f"stage {stage.stage_index} does not know its shapes, and no neighbour can tell it through a fake "
+                f"stage {stage.stage_index} does not know its shapes, and cannot receive them through a fake "
                 "process group; pass input_args and output_args (and for DTensors input_grads and output_grads) to "
                 "PipelineStage"
             )
@@ -563,5 +565,5 @@ def _devices_of(stages: list[Any]) -> set[torch.device]:
     devices = {torch.device(stage.device) for stage in stages}
     kinds = {device.type for device in devices if device.type != "cpu"}
     if len(kinds) > 1:
-        raise OrderError(f"the stages of a rank are on devices of one type, not of {', '.join(sorted(kinds))}")
+        raise OrderError(f"the stages of a rank must be on devices of one type, not of {', '.join(sorted(kinds))}")
     return devices

@@ -70,7 +70,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self.pipeline_order: Rows = {}
         self._backward_requires_autograd = backward_requires_autograd
         if use_full_backward is not None:
-            logger.warning("use_full_backward has no effect any more: the order says which backwards are split")
+            logger.warning("use_full_backward no longer has an effect: the schedule says which backwards are split")
 
     def _place_stages(self, rank_of: dict[int, int]) -> None:
         self.stage_index_to_group_rank = rank_of
@@ -100,8 +100,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 if others := sorted(found - allowed - {None}):
                     raise RuntimeError(
                         f"stage {index} {way} stages {others}, but schedules of several stages per rank have "
-                        f"adjacent-stage communication only, here with {sorted(allowed)}: pass what a later stage "
-                        "needs on through the stages between"
+                        f"adjacent-stage communication only, here with {sorted(allowed)}; pass what a later stage "
+                        "needs through the stages in between"
                     )
 
     def _validate_and_set_stage_mapping(self, actions: Mapping[int, Any]) -> None:

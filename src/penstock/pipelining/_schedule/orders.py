@@ -33,7 +33,7 @@ def looped_bfs_row(rank: int, ranks: int, stages_per_rank: int, microbatches: in
 
 
 def zbv_row(rank: int, ranks: int, microbatches: int) -> Row:
-    """The order of ZBVZeroBubble; its pattern needs so many microbatches, and those that are not there are idle."""
+    """Build the order of ZBVZeroBubble; its pattern needs a minimum of microbatches, and missing ones are idle."""
     row = as_row(_zbv_zero_bubble(ranks, max(2 * ranks - 1, microbatches)).actions[rank])
     real = [action if action and (action.microbatch_index or 0) < microbatches else None for action in row]
     return [*[None] * rank, *real]
@@ -80,7 +80,7 @@ def _get_1f1b_rank_ops(
         rank: whose order it is.
         forward_stage_index: the stage of a forward, by its number.
         backward_stage_index: the stage of a backward, by its number; they are counted from ``warmup_ops``.
-        num_1f1b_microbatches: by how many backwards their weight gradients lag behind.
+        num_1f1b_microbatches: by how many backwards their weight gradients lag.
         enable_zero_bubble: whether backwards are split.
     """
     kind = BACKWARD_INPUT if enable_zero_bubble else FULL_BACKWARD

@@ -35,7 +35,7 @@ def _requires_reduce_grad(action_type: ComputationType) -> bool:
 
 
 def _add_reduce_grad(actions: Sequence[_Action | None], n_microbatches: int) -> LoweredRow:
-    """A REDUCE_GRAD of each stage after the last of its so many backwards; none if there are fewer."""
+    """Add a REDUCE_GRAD of each stage after its last backward; none if it has too few backwards."""
     done = Counter(
         leaf.stage_index
         for action in actions
@@ -51,12 +51,12 @@ def _add_reduce_grad(actions: Sequence[_Action | None], n_microbatches: int) -> 
 
 
 def _add_unshard_reshard(compute_actions: Sequence[_Action | None], max_active_stages: int = 3) -> LoweredRow:
-    """UNSHARD before a stage is needed and RESHARD after, with at most so many stages unsharded at once."""
+    """Add UNSHARD before a stage is needed and RESHARD after, with at most ``max_active_stages`` unsharded at once."""
     return _one_row(compute_actions, lambda schedule: unshard_reshard(schedule, max_active_stages))
 
 
 def _merge_bw(compute_actions: Sequence[_Action | None]) -> LoweredRow:
-    """One B in place of an I and its W that stand together."""
+    """Merge an I and its W that are adjacent into one B."""
     return _one_row(compute_actions, merge_backward)
 
 
@@ -95,7 +95,7 @@ def _add_send_recv(
 
 
 def _with_turns(row: Sequence[_Action | None], microbatch: int) -> list[_Action]:
-    """Something that waits for nothing in place of every idle step: the W of a microbatch that there is not."""
+    """Replace every idle step by an action that waits for nothing: the W of a nonexistent microbatch."""
     stage = next((action.parts[0].stage_index for action in row if action is not None), None)
     if stage is None:
         return []
@@ -104,7 +104,7 @@ def _with_turns(row: Sequence[_Action | None], microbatch: int) -> list[_Action]
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
-    """As ``send_receive``; an order that waits in a circle is an ``OrderError``."""
+    """Run ``send_receive``; an order that deadlocks is an ``OrderError``."""
     try:
         return send_receive(schedule)
     except ScheduleError as error:
@@ -112,7 +112,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
 
 def _check_providers(rows: Mapping[int, Sequence[_Action | None]], rank_of: Callable[[int], int], stages: int) -> None:
-    """Whatever an action takes from a neighbouring stage is made: on another rank, or earlier on its own."""
+    """Check that what an action needs of a neighbouring stage is computed: on another rank, or earlier on its own."""
     made = {leaf for row in rows.values() for action in row if action is not None for leaf in action.parts}
     for rank, row in rows.items():
         so_far: set[tuple[object, ...]] = set()

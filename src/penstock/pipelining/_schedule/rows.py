@@ -40,7 +40,7 @@ def as_schedule(
         microbatches: how many there are; by default up to the last that has an action.
 
     Raises:
-        ScheduleError: an action is no such thing, or a stage is on two ranks, or on none.
+        ScheduleError: an action is invalid, or a stage is on two ranks, or on none.
     """
     ranks = sorted(rows)
     codes = [packed.pack_cells(rows[rank]) for rank in ranks]

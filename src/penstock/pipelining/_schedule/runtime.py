@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _PipelineContext:
-    """What a custom function is told about the step.
+    """The context of a custom function: the step that runs.
 
     Attributes:
         schedule_ref: the schedule that runs.
@@ -66,7 +66,7 @@ class _CustomFunctionProtocol(Protocol):
     def __call__(self, action: _Action, ctx: _PipelineContext) -> None: ...
 
 
-#: The types of action that a custom function may stand for.
+#: The types of action that a custom function may replace.
 _CUSTOM = (FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, OVERLAP_F_B, UNSHARD, RESHARD, REDUCE_GRAD)
 
 
@@ -76,9 +76,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     Attributes:
         pipeline_order_with_comms: for each rank what it does, with transfers, sharding and reductions.
         backward_counter: how many microbatches of each stage are through in this step.
-        fwd_recv_ops: activations under way, by stage and microbatch.
-        bwd_recv_ops: gradients under way.
-        unshard_ops: parameters under way, by stage.
+        fwd_recv_ops: activations in flight, by stage and microbatch.
+        bwd_recv_ops: gradients in flight.
+        unshard_ops: parameters in flight, by stage.
         unsharded_stages: the stages whose parameters are there.
     """
 
@@ -107,7 +107,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 f"the computation type {computation_type} cannot have a custom function; these can: {known}"
             )
         if computation_type in self._comp_type_to_function_map:
-            logger.warning("%s has a custom function already, which is replaced", computation_type)
+            logger.warning("replacing the custom function that %s already has", computation_type)
         self._comp_type_to_function_map[computation_type] = custom_function
 
     def _prepare_schedule_with_comms(
@@ -129,7 +129,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 defer=self._defer_pp_recv,
             )
         else:
-            raise NotImplementedError(f"there is no format {format!r}; there are compute_only and compute_comms")
+            raise NotImplementedError(f"unknown format {format!r}; use 'compute_only' or 'compute_comms'")
 
     def _load_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_only") -> None:  # noqa: A002
         """Read an order: compute-only, to be lowered, or with everything in it."""
@@ -139,7 +139,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         elif format == "compute_comms":
             self._prepare_schedule_with_comms(read_csv(filename), format=format)
         else:
-            raise NotImplementedError(f"there is no format {format!r}; there are compute_only and compute_comms")
+            raise NotImplementedError(f"unknown format {format!r}; use 'compute_only' or 'compute_comms'")
 
     def _dump_csv(self, filename: str, format: Literal["compute_only", "compute_comms"] = "compute_comms") -> None:  # noqa: A002
         """Write the order to a file: as it was lowered, or what it computes."""
@@ -148,7 +148,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         elif format == "compute_comms":
             write_csv(filename, self.pipeline_order_with_comms)
         else:
-            raise NotImplementedError(f"there is no format {format!r}; there are compute_only and compute_comms")
+            raise NotImplementedError(f"unknown format {format!r}; use 'compute_only' or 'compute_comms'")
 
     def _simulate(self) -> Rows:
         """Every rank's actions step by step, with None where it waits."""
@@ -157,7 +157,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         )
 
     def _assert_unsharded(self, stage: _PipelineStageBase) -> None:
-        """Wait for the parameters of a stage if they are under way; refuse to go on without them."""
+        """Wait for the parameters of a stage if they are in flight; refuse to continue without them."""
         if not isinstance(stage.submod, FSDPModule):
             return
         index = stage.stage_index
@@ -167,7 +167,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                     handle.wait()
             self.unsharded_stages.add(index)
         if index not in self.unsharded_stages:
-            raise OrderError(f"stage {index} computes while its parameters are sharded; put {index}UNSHARD before")
+            raise OrderError(f"stage {index} computes while its parameters are sharded; put {index}UNSHARD before it")
 
     def _new_native_step(self, native: Native, batch: Batch, arg_mbs: list[Any], kwarg_mbs: list[Any]) -> NativeStep:
         self.backward_counter.clear()
@@ -188,7 +188,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             if made.native is not None:
                 self.backward_counter.update(made.native.backwards)
             if self.unshard_ops:
-                raise OrderError(f"stages {sorted(self.unshard_ops)} were unsharded and not used after")
+                raise OrderError(f"stages {sorted(self.unshard_ops)} were unsharded but not used afterwards")
         except BaseException:
             self._forget_step()
             raise
@@ -205,7 +205,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _program(self, mode: Mode) -> Compiled:
         if getattr(self, "pipeline_order_with_comms", None) is None:
-            raise OrderError("there is no order to run; call _prepare_schedule_with_comms() or _load_csv() before")
+            raise OrderError("no schedule to run; call _prepare_schedule_with_comms() or _load_csv() first")
         trains, rows, customs = self._has_backward, self.pipeline_order_with_comms, self._comp_type_to_function_map
         return self._kept.program(
             rows,
@@ -247,6 +247,6 @@ def _check_compute_only(rows: Mapping[int, Any]) -> None:
         for step, action in enumerate(row):
             if action is not None and not action.is_compute_op:
                 raise ValueError(
-                    f"rank {rank}, step {step}: {action} does not belong into a compute-only order; leave it out, or "
-                    "give format='compute_comms' if the order is lowered"
+                    f"rank {rank}, step {step}: {action} is not allowed in a compute-only schedule; remove it, or "
+                    "pass format='compute_comms' for a lowered one"
                 )

@@ -129,7 +129,7 @@ class _ScheduleForwardOnly(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         if target_mbs is not None or losses is not None:
-            raise RuntimeError("a forward-only schedule computes no loss: give neither a target nor losses=")
+            raise RuntimeError("a forward-only schedule computes no loss; pass neither target= nor losses=")
         calls = CallConvention(saves_outputs=False, computes_loss=False)
         program = partial(
             self._program,

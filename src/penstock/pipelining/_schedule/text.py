@@ -45,7 +45,7 @@ def _format_pipeline_order(
 
 
 class StuckError(ScheduleError):
-    """A schedule in which some rank would wait for ever."""
+    """A schedule in which some rank would wait forever."""
 
 
 def _simulate_comms_compute(

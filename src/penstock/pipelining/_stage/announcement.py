@@ -1,4 +1,4 @@
-"""What stages tell each other before the first microbatch, as a value of numbers and text: nothing is pickled."""
+"""Encodes the metadata that stages exchange before the first microbatch, as numbers and text: nothing is pickled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FLAGS: Final = {0: False, 1: True}
 
 
 def encode(message: Any) -> list[torch.Tensor]:
-    """A message in one tensor of fixed size, and the rest of it, if it is long, in another.
+    """Encode a message in one tensor of fixed size, and the rest of a long one in another.
 
     >>> meta = _TensorMeta.from_tensor(torch.ones(2, 3))
     >>> tensors = encode(_StageForwardMeta((meta,)))
@@ -71,11 +71,11 @@ def encode(message: Any) -> list[torch.Tensor]:
 
 
 class _NothingCameError(PipeliningMetadataError):
-    """A message did not come."""
+    """A message did not arrive."""
 
 
 def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None = None) -> Message:
-    """The message that comes. ``receive`` fills a tensor; it is called once or twice."""
+    """Receive and decode a message. ``receive`` fills a tensor; it is called once or twice."""
 
     def receive_or_tell(tensor: torch.Tensor) -> None:
         try:

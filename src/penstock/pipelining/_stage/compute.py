@@ -186,7 +186,7 @@ class StageCompute(StageMessages):
         self.bwd_cache[bwd_chunk_id] = gradients
 
     def _check_trained(self, loss: Any, outputs: Sequence[Any], has_inputs: bool) -> None:
-        """Refuse a loss that trains nothing though it should; warn where torch goes on without a word."""
+        """Refuse a loss that trains nothing although it should; warn where torch continues silently."""
         if self.dw_builder or (self.is_last and not isinstance(loss, torch.Tensor)):
             return
         module: Any = self.submod  # which may be a stand-in
@@ -214,7 +214,7 @@ class StageCompute(StageMessages):
             )
 
     def _agreed(self, gradients: Gradients) -> Gradients:
-        """The gradients of inputs that were agreed; others are for whoever has put in more."""
+        """Select the gradients of inputs that were agreed; others belong to a program that passes more inputs."""
         received = self._stage_meta.inputs
         return gradients if received is None or len(gradients) <= len(received) else gradients[: len(received)]
 
@@ -260,7 +260,7 @@ class StageCompute(StageMessages):
     ) -> Gradients:
         self.dw_runner[microbatch] = nothing
         is_last = self.is_last
-        if self.is_first:  # nobody waits for a gradient: all of it can wait
+        if self.is_first:  # no stage waits for a gradient: all of it can wait
             inputs = beginning["input_values"]
             self.backward_state[microbatch] = inputs, None, beginning["stage_output"], beginning["output_grads"]
             return (None,) * len(inputs)

@@ -1,7 +1,7 @@
-"""How a stage finds out what its tensors look like: from examples, or by a run through all stages.
+"""Finds the metadata of a stage's tensors: from examples, or by a dry run through all stages.
 
 All stages vote first, since either all are run or none. If each has examples enough, none is. Otherwise the first stage
-is run with its real arguments and tells the next one what comes out, and so on; then back again for the gradients. Such
+is run with its real arguments and sends its output's metadata to the next, and so on; then back for the gradients. Such
 a run leaves random numbers, buffers and gradients as they were.
 """
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class StageInference(_PipelineStageBase):
-    """A stage that finds out by itself what its tensors look like."""
+    """A stage that infers the metadata of its tensors."""
 
     _user_meta: _StageMeta
     _inference_mode: InferenceMode | None = None
@@ -102,12 +102,12 @@ class StageInference(_PipelineStageBase):
         return here
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        """Tell a stage on another rank what comes to it."""
+        """Send metadata to a stage on another rank."""
         for tensor in encode(meta):
             self._transfer(dist.isend, tensor.to(self.device), dst_stage)
 
     def _recv_meta(self, src_stage: int) -> Any:
-        """What a stage on another rank tells."""
+        """Receive metadata from a stage on another rank."""
         return decode(lambda tensor: self._transfer(dist.irecv, tensor, src_stage), self.device)
 
     def _transfer(self, op: Any, tensor: torch.Tensor, stage: int) -> None:
@@ -122,7 +122,7 @@ class StageInference(_PipelineStageBase):
         kwargs: dict[str, Any] | None = None,
         has_backward: bool = False,
     ) -> _StageForwardMeta | None:
-        """Run the stage for its own sake, and tell the next one what comes out.
+        """Run the stage in a dry run, and send the next one its output's metadata.
 
         Args:
             args: real arguments for the first stage; what a stage before on the same rank tells.
@@ -130,7 +130,7 @@ class StageInference(_PipelineStageBase):
             has_backward: whether gradients will be needed.
 
         Returns:
-            What the next stage is to be told; None if it has been, on another rank.
+            The metadata for the next stage; None if it was sent, to another rank.
         """
         inputs, further = self._inference_inputs(args)
         outputs, copies = self._dry_run(inputs, kwargs, has_backward)
@@ -230,7 +230,7 @@ class StageInference(_PipelineStageBase):
         return validate_and_normalize_to_tuple(outputs), copies
 
     def _compute_outputs(self, *args: torch.Tensor, module: torch.nn.Module, **kwargs: Any) -> Any:
-        """Run the module for its own sake."""
+        """Run the module in a dry run."""
         return module(*args, **kwargs)
 
     def _compute_input_grads(
@@ -239,7 +239,7 @@ class StageInference(_PipelineStageBase):
         all_fwd_inputs: list[torch.Tensor],
         grad_outputs: list[torch.Tensor | None] | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
-        """Run a backward for its own sake: gradients are returned, and added to nothing."""
+        """Run a backward in a dry run: gradients are returned, and not accumulated."""
         return _autograd_grad_for_inputs(outputs, all_fwd_inputs, grad_outputs, allow_unused=True)
 
     def _backward_metadata_inference(
@@ -249,7 +249,7 @@ class StageInference(_PipelineStageBase):
         received_grad_meta: _StageBackwardMeta | None = None,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> _StageBackwardMeta | None:
-        """Find out what the gradients look like, and tell the stage before.
+        """Find the gradients' metadata, and send it to the previous stage.
 
         Args:
             loss_fn: the loss, for the last stage.
@@ -258,7 +258,7 @@ class StageInference(_PipelineStageBase):
             loss_kwargs: further arguments of the loss.
 
         Returns:
-            What the stage before is to be told; None if it has been, on another rank.
+            The metadata for the previous stage; None if it was sent, to another rank.
         """
         outputs, inputs = self._fwd_outputs_for_bwd_meta, self._fwd_inputs_for_bwd_meta
         further = self._fwd_kwargs_tensors_for_bwd_meta or ()
@@ -291,7 +291,7 @@ class StageInference(_PipelineStageBase):
     def _following_gradients(
         self, loss_fn: object, target: object, received: _StageBackwardMeta | None
     ) -> tuple[TensorMeta | None, ...] | None:
-        """What the next stage tells of the gradients that come from it; None for the last stage."""
+        """Get the metadata of the gradients that the next stage sends; None for the last stage."""
         if self.is_last:
             if loss_fn is None or target is None:
                 missing = "loss_fn" if loss_fn is None else "target"
@@ -320,7 +320,7 @@ class StageInference(_PipelineStageBase):
         target: torch.Tensor | None,
         loss_kwargs: dict[str, Any] | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
-        """Where the backward of a run for its own sake begins, and with what."""
+        """Find the roots of the dry run's backward, and their gradients."""
         if self.is_last:
             assert loss_fn is not None
             assert target is not None
@@ -382,7 +382,7 @@ class StageInference(_PipelineStageBase):
 def with_gradients(metas: Sequence[TensorMeta] | None) -> tuple[TensorMeta, ...] | None:
     """Examples of what goes from stage to stage in training.
 
-    If none of them requires a gradient, all that can have one do: whoever writes ``torch.empty(...)`` for an example
+    If none of them requires a gradient, all that can have one do: a user who writes ``torch.empty(...)`` for an example
     thinks of shapes.
     """
     if metas is None or any(meta.requires_grad or isinstance(meta, _DTensorMeta) for meta in metas):

@@ -288,7 +288,7 @@ class StageMessages(StageState):
             activation = buffer.requires_grad_(meta.requires_grad and needs_gradients)
             if activation.requires_grad and not activation.is_leaf:
                 warnings.warn(
-                    f"stage {self.stage_index}: input {info.input_name} is no leaf (grad_fn={activation.grad_fn}); "
+                    f"stage {self.stage_index}: input {info.input_name} is not a leaf (grad_fn={activation.grad_fn}); "
                     "its gradient is kept beside it",
                     stacklevel=2,
                 )
@@ -316,7 +316,7 @@ class StageMessages(StageState):
         for info in self.grad_recv_info[bwd_chunk_id]:
             buffer, meta = info.buffer, info.tensor_meta
             if info.is_root_arg:
-                raise PipeliningMetadataError(f"stage {self.stage_index}: {info.input_name} is no gradient")
+                raise PipeliningMetadataError(f"stage {self.stage_index}: {info.input_name} is not a gradient")
             if (buffer is None) != (meta is None):
                 missing = "buffer" if buffer is None else "metadata"
                 raise PipeliningMetadataError(

@@ -136,14 +136,14 @@ class _StageMeta:
 
 @dataclass(frozen=True, slots=True)
 class _StageForwardMeta:
-    """What a stage tells the next one: its outputs."""
+    """The metadata that a stage sends to the next one: its outputs."""
 
     forward_metas: tuple[TensorMeta, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _StageBackwardMeta:
-    """What a stage tells the one before: the gradients of its inputs, which may be distributed in another way."""
+    """The metadata that a stage sends to the previous one: its input gradients, which may have other placements."""
 
     backward_metas: tuple[TensorMeta | None, ...]
 

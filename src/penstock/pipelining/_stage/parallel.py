@@ -29,18 +29,18 @@ class Parallel(Protocol):
 
     #: Whether no other replica has the parameters.
     is_alone: bool
-    #: Whether every gradient shall have memory of its own after this backward: not where it is made a part of a bucket,
+    #: Whether every gradient needs its own memory after this backward: not where it becomes part of a bucket,
     #: nor where the adapter sees to it.
     has_own_gradients: bool
     #: Whether a backward can be cut in two; if not, all of it is done with the gradient of the inputs.
     divisible: bool
     #: Whether outputs are needed as tensors until the backward.
     keeps_outputs: bool
-    #: Whether a forward must be told that its gradients are not shared.
+    #: Whether a forward must run under ``silent``.
     is_loud: bool
 
     def silent(self) -> AbstractContextManager[Any]:
-        """Around a forward, and a run for its own sake."""
+        """Wrap a forward, and a dry run."""
 
     def backward(self, kind: str, run: Callable[[], Any], outputs: Any, last: bool) -> Any:
         """Run a backward of a kind: full, input or weight; ``last`` is the last one of a step."""
@@ -49,7 +49,7 @@ class Parallel(Protocol):
         """All backwards of a step are done."""
 
     def after_dry_run(self) -> None:
-        """Leave no trace of a run for its own sake."""
+        """Clean up after a dry run."""
 
     def forget(self) -> None:
         """A step has failed."""

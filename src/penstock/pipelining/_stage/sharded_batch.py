@@ -126,7 +126,7 @@ _BY_DEFAULT: Final = TensorChunkSpec(DEFAULT_CHUNK_DIM)
 
 
 def _swap(tensor: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
-    """Reorder samples in blocks of blocks, of which there are so many, so that the inner blocks become the outer."""
+    """Reorder samples in blocks of blocks, so that the inner blocks become the outer."""
     if not isinstance(tensor, DTensor):
         return torch.unflatten(tensor, dim, (*sizes, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
     placements = [Replicate() if one.is_shard(dim) else one for one in tensor.placements]

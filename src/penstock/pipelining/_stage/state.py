@@ -61,7 +61,7 @@ class StageState:
     _is_plain = False
     #: Whether, while this step runs, functions of the user may look at outputs that are on their way.
     _is_watched = False
-    #: Whether the program has put buffers of its own where inputs are received.
+    #: Whether the program has set its own buffers where inputs are received.
     _has_own_buffers = False
     #: Which inputs, and which outputs, share memory by what both sides know (see ``_stage/sharing``).
     _shared_inputs: Groups = ()
