@@ -64,6 +64,10 @@ def ddp_inside(module, replicas):
     return nn.Sequential(*[around_ddp(layer, replicas) for layer in module])
 
 
+def ddp_in_buckets_inside(module, replicas):
+    return nn.Sequential(*[around_ddp_in_buckets(layer, replicas) for layer in module])
+
+
 def composable(module, replicas):
     return replicate_around_ddp(module, process_group=replicas.get_group())
 
@@ -95,6 +99,7 @@ WRAPPERS = {
     "ddp": around_ddp,
     "ddp in buckets": around_ddp_in_buckets,
     "ddp inside": ddp_inside,
+    "ddp in buckets inside": ddp_in_buckets_inside,
     "composable": composable,
     "replicate": replicated,
     "sharded": sharded,

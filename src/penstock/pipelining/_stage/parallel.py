@@ -67,10 +67,7 @@ def parallel_of(module: Any) -> Parallel:
     if sharded:
         return PartlySharded(sharded)
     adapter = adapter_for(module)
-    if adapter is None:
-        return NotShared()
-    wrapped = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-    return PartlyReplicated(adapter, in_buckets=any(part.gradient_as_bucket_view for part in wrapped))
+    return NotShared() if adapter is None else PartlyReplicated(adapter)
 
 
 class NotShared:
@@ -226,9 +223,8 @@ class PartlyReplicated(NotShared):
     is_alone = False
     is_loud = True
 
-    def __init__(self, adapter: DataParallel, *, in_buckets: bool) -> None:
+    def __init__(self, adapter: DataParallel) -> None:
         self._adapter = adapter
-        self.has_own_gradients = not in_buckets
 
     def silent(self) -> AbstractContextManager[Any]:
         """Share nothing, from the first forward of a step on."""
