@@ -445,7 +445,7 @@ def refused(rank, ranks):
     )
     for module in (hooked, still):
         with pytest.raises(StageError) as caught:
-            adapter_for(module).begin()
+            adapter_for(module).begin_step()
         messages.append(str(caught.value))
     with pytest.raises(StageError) as caught:
         adapter_for(nn.Sequential(still, with_root_sharded(nn.Linear(WIDTH, WIDTH), mesh()["replica"])), stage=3)
@@ -510,8 +510,8 @@ def test_what_is_reduced_when_a_step_ends():
     with gradient_sharing(stages, reduce=True, elsewhere={1}):
         pass
     assert [stage.parallel.calls for stage in stages[:2]] == [
-        ["begin", "reduce", "finish", "end"],
-        ["begin", "finish", "end"],
+        ["begin_step", "reduce", "finish_step", "end_step"],
+        ["begin_step", "finish_step", "end_step"],
     ]
 
 

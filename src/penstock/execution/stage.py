@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.data_parallel import DataParallel
+    from penstock.execution.data_parallel.adapter import DataParallel
     from penstock.execution.step import InFlight
 
 #: Called after the backward of inputs; returns a function that computes the gradients of weights.
@@ -94,14 +94,15 @@ class Stage:
         roots, known = _known(flight.roots, gradients)
         if roots:
             self._split.before_whole_backward()
-            run_backward(roots, known)
+            if self.parallel is None:
+                run_backward(roots, known)
+            else:
+                self.parallel.run_backward("full", partial(run_backward, roots, known))
             self._own_gradients()
 
     def _own_gradients(self) -> None:
         if self._without_gradient:
             self._without_gradient = unshare_gradients(self._without_gradient)
-        if self.parallel is not None:
-            self.parallel.own_gradients()
 
     def input_backward(
         self, flight: InFlight, gradients: Sequence[torch.Tensor | None]
@@ -110,7 +111,7 @@ class Stage:
         found, weight_backward = self._input_backward(flight, gradients)
         if self.parallel is None:
             return found, weight_backward
-        return found, partial(self.parallel.weight_backward, weight_backward)
+        return found, partial(self.parallel.run_backward, "weight", weight_backward)
 
     def _input_backward(
         self, flight: InFlight, gradients: Sequence[torch.Tensor | None]
@@ -121,7 +122,11 @@ class Stage:
         roots, known = _known(flight.roots, gradients)
         if not roots:
             return [None] * len(flight.inputs), _nothing
-        found, left = self._split.input_backward(roots, known, flight.inputs)
+        if self.parallel is None:
+            found, left = self._split.input_backward(roots, known, flight.inputs)
+        else:
+            run = partial(self._split.input_backward, roots, known, flight.inputs)
+            found, left = self.parallel.run_backward("input", run)
         self._own_gradients()
         return found, partial(self._weight_backward, left)
 

@@ -1,99 +1,96 @@
 """Runs stages whose parameters are shared with other replicas of the pipeline.
 
-A wrapper for data parallelism reduces gradients in the backward; in a pipeline a stage has many backwards, and only
-their sum must be reduced. So during a step the wrappers do not reduce gradients; they are reduced by
-REDUCE_GRAD, or at the end of the step for a stage whose schedule has none:
+A wrapper for data parallelism shares gradients in every backward. A stage has one backward per microbatch, and only
+their sum is to be shared, so an adapter keeps the wrapper from sharing until the last one has run:
 
 - ``DistributedDataParallel`` and the composable ``replicate`` around it: gradients are averaged in a few flat buckets.
-- ``fully_shard``, and the ``replicate`` built on it: their own reduction runs once, for all backwards.
-  Parameters are gathered by UNSHARD and released by RESHARD, not by each forward and backward; where a schedule
-  has neither, the first forward gathers them and they are released when the step ends.
+- ``fully_shard``, and the ``replicate`` that is made of it: their own reduction runs, once for all backwards.
 
-Reductions overlap with the actions that follow. Gradients are complete when the step ends.
+Both front doors use the same adapters. Under ``runtime`` the schedule decides: REDUCE_GRAD starts a reduction, or the
+end of the step where a schedule has none; it runs beside the actions that follow, and gradients are complete when the
+step ends. UNSHARD gathers the parameters of ``fully_shard`` and RESHARD releases them, not each forward and backward;
+where a schedule has neither, the first forward gathers them and they are released when the step ends. Under
+``pipelining`` the methods of the stages decide, as in torch's package.
 """
 
 from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import StageError
-from penstock.execution.data_parallel.ddp import DdpAdapter
-from penstock.execution.data_parallel.fsdp import FsdpAdapter
+from penstock.execution.data_parallel.ddp import DdpAdapter, DdpReducerAdapter
+from penstock.execution.data_parallel.fsdp import FsdpAdapter, FsdpPartsAdapter
 from penstock.ir import packed
 from penstock.ir.actions import REDUCE_GRAD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
-    import torch
-
+    from penstock.execution.data_parallel.adapter import DataParallel
     from penstock.execution.stage import Stage
     from penstock.ir.schedule import Schedule
 
 
-class DataParallel(Protocol):
-    """Adapts a replicated or sharded module to steps of many backwards."""
+def adapter_for(
+    module: Any, stage: int | None = None, *, reduce_in: Literal["reduce_action", "last_backward"] = "reduce_action"
+) -> DataParallel | None:
+    """Find what shares the parameters of a module, or of modules in it, with other replicas; None if nothing does.
 
-    def begin(self) -> None:
-        """Begin a step: no gradient is reduced until ``reduce``."""
-
-    def unshard(self) -> None:
-        """UNSHARD: start to gather the parameters. The gather may still be in flight when this returns."""
-
-    def reshard(self) -> None:
-        """RESHARD: keep only this replica's shard of the parameters."""
-
-    def weight_backward(self, run: Callable[[], None]) -> None:
-        """Run W with the parameters gathered. The module's hooks do not see it."""
-
-    def own_gradients(self) -> None:
-        """Give gradients of parameters that the module does not expose their own memory, after a backward."""
-
-    def reduce(self) -> None:
-        """REDUCE_GRAD, after all backwards of the step: start to reduce the gradients, unless already begun."""
-
-    def finish(self) -> None:
-        """Finish a step: return when gradients are complete and parameters are as before it."""
-
-    def end(self) -> None:
-        """Restore the module's own behaviour after a step, even a failed one."""
-
-
-def adapter_for(module: torch.nn.Module, stage: int | None = None) -> DataParallel | None:
-    """Find the adapter for a module that shares parameters with other replicas; None if it shares none.
+    Args:
+        module: the module of a stage, or a stand-in for one.
+        stage: the index of the stage, for errors.
+        reduce_in: what says when gradients are shared and parameters are gathered. ``reduce_action``: the actions of
+            the schedule. ``last_backward``: what users of torch's package expect. The last backward of a step averages
+            the gradients of ``DistributedDataParallel``; ``fully_shard`` gathers parameters as the user asked for, and
+            reduces in every backward if it is not around the whole stage.
 
     >>> import torch
     >>> adapter_for(torch.nn.Linear(2, 2)) is None
     True
     """
-    sharded = _modules_of(module, "torch.distributed.fsdp", "FSDPModule")
-    replicated = _modules_of(module, "torch.distributed._composable.replicate", "DDP")
-    wrapped = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
-    if sharded and (replicated or wrapped):
+    return _adapter_for_actions(module, stage) if reduce_in == "reduce_action" else _adapter_for_backwards(module)
+
+
+def _adapter_for_actions(module: torch.nn.Module, stage: int | None) -> DataParallel | None:
+    sharded, replicated = _fsdp_modules(module), _ddp_modules(module)
+    if sharded and replicated:
         raise StageError(
             "a stage mixes fully_shard and DistributedDataParallel modules; use one of them for the whole stage",
             stage=stage,
         )
     if sharded:
-        return FsdpAdapter(sharded)
-    if replicated or wrapped:
-        return DdpAdapter([*wrapped, *replicated])
-    return None
+        return FsdpAdapter(sharded, reshard_after_forward="schedule")
+    return DdpAdapter(replicated, reduce_in="reduce_action") if replicated else None
+
+
+def _adapter_for_backwards(module: Any) -> DataParallel | None:
+    if isinstance(module, DistributedDataParallel):
+        return DdpReducerAdapter(module)
+    if not isinstance(module, torch.nn.Module):
+        return None
+    sharded = _fsdp_modules(module)
+    if sharded and sharded[0] is module:  # modules() begins with the module itself
+        return FsdpAdapter(sharded, reshard_after_forward="user")
+    if sharded:
+        return FsdpPartsAdapter(sharded)
+    replicated = _ddp_modules(module)
+    return DdpAdapter(replicated, reduce_in="last_backward") if replicated else None
 
 
 def gradient_sharing(
     stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()
 ) -> AbstractContextManager[None]:
-    """Wrap a step: nothing is reduced too early, and with `reduce` all gradients are reduced when it ends.
+    """Enclose a step: share nothing too early and, with `reduce`, all gradients when it ends.
 
     Args:
         stages: the stages of this rank.
-        reduce: whether to reduce gradients.
-        elsewhere: the stages whose gradients a user's function for REDUCE_GRAD reduces.
+        reduce: whether gradients are to be shared.
+        elsewhere: the stages whose gradients a user's function for REDUCE_GRAD shares.
     """
     shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
     return _gradient_sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
@@ -106,16 +103,16 @@ def _gradient_sharing(
     adapters = [adapter for _, adapter in shared]
     try:
         for adapter in adapters:
-            adapter.begin()
+            adapter.begin_step()
         yield
         for index, adapter in shared:
             if reduce and index not in elsewhere:
                 adapter.reduce()
         for adapter in adapters:
-            adapter.finish()
+            adapter.finish_step()
     finally:
         for adapter in adapters:
-            adapter.end()
+            adapter.end_step()
 
 
 def reductions_of(schedule: Schedule) -> frozenset[int]:
@@ -128,6 +125,15 @@ def reductions_of(schedule: Schedule) -> frozenset[int]:
     """
     codes = schedule.codes
     return frozenset(packed.stages(codes[packed.types(codes) == packed.TYPE_NUMBER[REDUCE_GRAD]]).tolist())
+
+
+def _ddp_modules(module: torch.nn.Module) -> list[Any]:
+    wrapped = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    return [*wrapped, *_modules_of(module, "torch.distributed._composable.replicate", "DDP")]
+
+
+def _fsdp_modules(module: torch.nn.Module) -> list[Any]:
+    return _modules_of(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def _modules_of(module: torch.nn.Module, home: str, name: str) -> list[Any]:

@@ -1,81 +1,142 @@
 """Averages the gradients of stages under ``DistributedDataParallel``, or the composable ``replicate`` around it.
 
-DDP itself would start in each backward; here averaging starts after the last backward of a step, in flat buckets.
+Its reducer would share the gradients of every backward. Here they are averaged in flat buckets when the last backward
+of a step has run, or the reducer runs in that one alone. All that depends on private names of torch's DDP is here.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 
 from penstock.errors import StageError
+from penstock.execution.data_parallel.adapter import DataParallel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from penstock.execution.data_parallel.adapter import BackwardKind, T
 
 #: Bytes of gradients that are averaged in one go.
 _BUCKET: Final = 25 << 20
 
 
-class DdpAdapter:
-    """Modules with full parameters on every replica; their gradients are averaged."""
+class DdpAdapter(DataParallel):
+    """Averages the gradients of modules with full parameters on every replica: of the stage itself, or of parts of it.
 
-    def __init__(self, modules: Sequence[Any]) -> None:
+    Args:
+        modules: of ``DistributedDataParallel``, or of the composable ``replicate`` around it.
+        reduce_in: when: in REDUCE_GRAD, or in the last backward of a step, which then begins with its first forward.
+    """
+
+    def __init__(self, modules: Sequence[Any], *, reduce_in: Literal["reduce_action", "last_backward"]) -> None:
         self._modules = modules
-        self._due = False
-        self._under_way: list[_Bucket] = []
+        self._reduces_in_backward = reduce_in == "last_backward"
+        self._has_begun = False
+        self._is_due = False
+        self._in_flight: list[_Bucket] = []
 
-    def begin(self) -> None:
-        """Stop the modules from reducing gradients."""
+    def begin_step(self) -> None:
+        """Keep the modules from sharing gradients."""
+        self._has_begun = True
         for module in self._modules:
             _share_gradients(module, False)
             if isinstance(module, DistributedDataParallel):
                 _check_usable(module)
-        self._due = True
-        self._under_way = []
+        self._is_due = True
+        self._in_flight = []
 
-    def unshard(self) -> None:
-        """Do nothing: parameters are always complete."""
+    def forward(self) -> AbstractContextManager[Any]:
+        """Begin a step that does not begin otherwise."""
+        if self._reduces_in_backward:
+            self.begin_step()
+        return nullcontext()
 
-    def reshard(self) -> None:
-        """Do nothing: parameters are always complete."""
+    def run_backward(self, kind: BackwardKind, run: Callable[[], T], *, outputs: Any = None, last: bool = False) -> T:  # noqa: ARG002
+        """Run it; average gradients if it is the last."""
+        result = run()
+        if last and kind != "input" and self._reduces_in_backward:
+            self._average()
+        return result
 
-    def weight_backward(self, run: Callable[[], None]) -> None:
-        """Run it: parameters are always complete."""
-        run()
-
-    def own_gradients(self) -> None:
-        """Do nothing: the stage handles the module's parameters."""
+    def _average(self) -> None:
+        try:
+            self.reduce()
+            self.finish_step()
+        finally:
+            self.end_step()
 
     def reduce(self) -> None:
-        """Start to average the gradients."""
-        if not self._due:
+        """Begin to average the gradients."""
+        if not self._is_due:
             return
-        self._due = False
+        self._is_due = False
         for module in self._modules:
             inner = _inner(module)
             if inner is not None:
                 _check_usable(inner)
-                self._under_way += _averages(inner)
+                self._in_flight += _averages(inner)
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """Wait for the averages."""
-        for bucket in self._under_way:
+        for bucket in self._in_flight:
             bucket.settle()
-        self._under_way = []
+        self._in_flight = []
 
-    def end(self) -> None:
-        """Let the modules reduce gradients and broadcast buffers again."""
-        self._under_way = []
+    def end_step(self) -> None:
+        """Let the modules share gradients and buffers again."""
+        if not self._has_begun:
+            return
+        self._has_begun = self._is_due = False
+        self._in_flight = []
         for module in self._modules:
             _share_gradients(module, True)
             if (inner := _inner(module)) is not None:
                 inner.require_forward_param_sync = True  # the first forward of a step broadcasts buffers
+
+
+class DdpReducerAdapter(DdpAdapter):
+    """Has the reducer of a ``DistributedDataParallel`` around the stage run in the last backward of a step.
+
+    So its communication hooks and buckets are used. The reducer does not see a W; after a last one, gradients are
+    averaged as those of other modules are.
+    """
+
+    keeps_outputs = True
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        super().__init__([module], reduce_in="last_backward")
+        self._module = module
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Share nothing in the backward of this forward."""
+        return self._module.no_sync()
+
+    def run_backward(self, kind: BackwardKind, run: Callable[[], T], *, outputs: Any = None, last: bool = False) -> T:
+        """Run it; share gradients if it is the last."""
+        if last and kind == "full":
+            return self._run_with_reducer(run, outputs)
+        with self._module.no_sync():
+            result = run()
+        if last and kind == "weight":
+            self.begin_step()
+            self._average()
+        return result
+
+    def _run_with_reducer(self, run: Callable[[], T], outputs: Any) -> T:
+        self._module.reducer.prepare_for_backward(list(_find_tensors(outputs)))  # type: ignore[no-untyped-call]
+        self.gradients_in_buckets = self._module.gradient_as_bucket_view
+        try:
+            return run()
+        finally:
+            self.gradients_in_buckets = False
 
 
 def _share_gradients(module: Any, share: bool) -> None:

@@ -1,31 +1,58 @@
 """Runs stages under ``fully_shard``, or the ``replicate`` built on it.
 
-torch's own reduction runs once for all backwards of a step. What it does at the end of a backward is called from here,
-because its hooks do not see W; everything else uses its public setters.
+torch's own reduction runs, once for all backwards of a step. What it does at the end of a backward is called from here,
+since its hooks do not see a W; all else goes through its public setters. All that depends on private names of torch's
+FSDP is here.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from penstock.execution.autograd import shares_storage
+from penstock.execution.data_parallel.adapter import DataParallel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+    from penstock.execution.data_parallel.adapter import BackwardKind, T
 
-class FsdpAdapter:
-    """Adapts modules under ``fully_shard``, or the ``replicate`` built on it: the stage itself, or parts of it."""
+
+class FsdpPartsAdapter(DataParallel):
+    """Lets ``fully_shard`` around parts of a stage share the gradients of every backward, which must be whole."""
+
+    splits_backward = False
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._modules = modules
+
+    def reshard(self) -> None:
+        """Release the parameters."""
+        for module in self._modules:
+            module.reshard()
+
+
+class FsdpAdapter(DataParallel):
+    """Has ``fully_shard``, or the ``replicate`` that works like it, reduce once for all backwards of a step.
+
+    Args:
+        modules: the stage itself, or parts of it.
+        reshard_after_forward: who decides whether a forward releases the parameters: the schedule, in which case it
+            does not, or the user who wrapped the modules.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule], *, reshard_after_forward: Literal["schedule", "user"]) -> None:
+        self._modules = modules
         self._gathers: list[UnshardHandle] = []
-        self._due = False
+        self._has_begun = False
+        self._is_due = False
+        if reshard_after_forward == "user":
+            return
         replicated: Any = getattr(
             sys.modules.get("torch.distributed._composable.replicate_with_fsdp"), "ReplicateModule", ()
         )
@@ -33,13 +60,25 @@ class FsdpAdapter:
             if not isinstance(module, replicated):
                 module.set_reshard_after_forward(False, recurse=False)
 
-    def begin(self) -> None:
-        """Stop the modules from reducing gradients and resharding parameters."""
-        self._due = True
+    def begin_step(self) -> None:
+        """Keep the modules from sharing gradients, and from releasing parameters after a backward."""
+        self._has_begun = self._is_due = True
         for module in self._modules:
             module.set_is_last_backward(False)
             module.set_requires_gradient_sync(False, recurse=False)
             module.set_reshard_after_backward(False, recurse=False)
+
+    def run_backward(self, kind: BackwardKind, run: Callable[[], T], *, outputs: Any = None, last: bool = False) -> T:  # noqa: ARG002
+        """Run it, and give every gradient memory of its own. The hooks of the modules do not see a W."""
+        if not self._has_begun:
+            self.begin_step()
+        if kind == "weight":
+            self._await_parameters()
+        result = run()
+        self._unshare_gradients()
+        if kind == "weight" and self._reduces_in_another_type():  # in which gradients are added up
+            self._run_post_backward()
+        return result
 
     def unshard(self) -> None:
         """Start to gather the parameters; the next forward or backward waits for them."""
@@ -56,37 +95,24 @@ class FsdpAdapter:
 
     def reshard(self) -> None:
         """Release the parameters."""
-        self._arrive()
+        self._await_parameters()
         for module in self._modules:
             module.reshard()
 
-    def weight_backward(self, run: Callable[[], None]) -> None:
-        """Wait for the parameters, and accumulate gradients in the type in which they are reduced."""
-        self._arrive()
-        run()
-        if self._reduces_in_another_type():
-            self._run_post_backward()
-
-    def own_gradients(self) -> None:
-        """Give the gradient of every gathered parameter its own memory."""
-        for state in self._states():
-            for parameter in [one for group in state._fsdp_param_groups for one in group.fsdp_params]:
-                together = getattr(parameter, "_unsharded_param", None)  # once it has been gathered
-                if together is not None and type(together.grad) is torch.Tensor and shares_storage(together.grad):
-                    together.grad = together.grad.clone()
-
     def reduce(self) -> None:
-        """Start to reduce the gradients."""
-        if not self._due:
+        """Begin to reduce the gradients."""
+        if not self._has_begun:  # a user's function may have run the backwards
+            self.begin_step()
+        if not self._is_due:
             return
-        self._due = False
+        self._is_due = False
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)
         self._run_post_backward()
         for module in self._modules:
             module.set_requires_gradient_sync(False, recurse=False)
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """Wait for the gradients, and release the parameters."""
         if torch.is_grad_enabled():
             for module in self._modules:
@@ -94,15 +120,39 @@ class FsdpAdapter:
             self._run_post_backward()
         self.reshard()
 
-    def end(self) -> None:
-        """Let the modules reduce gradients and reshard parameters again."""
+    def end_step(self) -> None:
+        """Let the modules share gradients and release parameters again."""
         self._gathers = []
+        if not self._has_begun:
+            return
+        self._has_begun = self._is_due = False
         for module in self._modules:
             module.set_is_last_backward(True)
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
 
-    def _arrive(self) -> None:
+    def drop_gradients(self) -> None:
+        """Drop gradients of gathered parameters that are not reduced yet, and release the parameters."""
+        for parameter in self._parameters():
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # gathered at least once
+                parameter._unsharded_param.grad = None
+        self.reshard()
+
+    def _unshare_gradients(self) -> None:
+        """Give every gathered parameter a gradient in memory of its own; the stage does not see all of them."""
+        for parameter in self._parameters():
+            gathered = getattr(parameter, "_unsharded_param", None)  # once it has been gathered
+            if gathered is not None and type(gathered.grad) is torch.Tensor and shares_storage(gathered.grad):
+                gathered.grad = gathered.grad.clone()
+
+    def _parameters(self) -> Iterator[Any]:
+        """What torch keeps of each parameter."""
+        for state in self._states():
+            for group in state._fsdp_param_groups:
+                yield from group.fsdp_params
+
+    def _await_parameters(self) -> None:
         """Wait for parameters in flight."""
         for handle in self._gathers:
             handle.wait()

@@ -11,7 +11,6 @@ import torch
 from penstock.ir.actions import BACKWARD_INPUT, FULL_BACKWARD, OVERLAP_F_B
 from penstock.pipelining._stage.compute import is_unmodified
 from penstock.pipelining._stage.inference import StageInference
-from penstock.pipelining._stage.parallel import NotShared
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -137,4 +136,4 @@ def _computes_as_written(stage: Any) -> bool:
 
 
 def _makes_weights_itself(stage: Any) -> bool:
-    return stage.dw_builder is None and type(stage._parallel) is NotShared
+    return stage.dw_builder is None and stage._parallel is None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -27,6 +27,8 @@ from penstock.pipelining._utils import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from penstock.execution.data_parallel.adapter import BackwardKind
 
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
@@ -128,10 +130,10 @@ class StageCompute(StageMessages):
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; one that shares gradients with other replicas does not in this microbatch."""
         parallel = self._parallel
-        if parallel.is_loud:
-            with parallel.silent():
-                return self.submod(*args, **kwargs)
-        return self.submod(*args, **kwargs)
+        if parallel is None:
+            return self.submod(*args, **kwargs)
+        with parallel.forward():
+            return self.submod(*args, **kwargs)
 
     def _validate_stage_tensors(
         self, desc: str, expected: tuple[TensorMeta | None, ...] | None, actual: tuple[Any, ...]
@@ -321,11 +323,14 @@ class StageCompute(StageMessages):
         run = _BACKWARDS.get(backward_type)
         if run is None:
             raise RuntimeError(f"unknown backward_type {backward_type!r}; expected 'full', 'input' or 'weight'")
-        parallel = self._parallel
-        result: tuple[Gradients, list[dict[str, Any]] | None] = parallel.backward(
-            backward_type, lambda: run(self, bwd_kwargs), bwd_kwargs.get("stage_output"), last_backward
+        if self._parallel is None:
+            return run(self, bwd_kwargs)
+        return self._parallel.run_backward(
+            cast("BackwardKind", backward_type),
+            partial(run, self, bwd_kwargs),
+            outputs=bwd_kwargs.get("stage_output"),
+            last=last_backward,
         )
-        return result
 
     def _full_backward(self, beginning: dict[str, Any], *, of_any_size: bool = False) -> tuple[Gradients, None]:
         inputs = beginning["input_values"]
@@ -347,7 +352,7 @@ class StageCompute(StageMessages):
     def _input_backward(self, beginning: dict[str, Any]) -> tuple[Gradients, list[dict[str, Any]]]:
         inputs = beginning["input_values"]
         wanted = [one for one in inputs if isinstance(one, torch.Tensor) and one.requires_grad]
-        if not all(one.is_leaf for one in wanted) or not (self._is_plain or self._parallel.divisible):
+        if not all(one.is_leaf for one in wanted) or not (self._is_plain or self._splits_backward()):
             return self._full_backward(beginning, of_any_size=True)[0], [{WEIGHT_BACKWARD: nothing}]
         self._note_missing_gradients()
         try:
@@ -361,6 +366,9 @@ class StageCompute(StageMessages):
             found = [next(each) if _needs_gradient(one) else None for one in inputs]
         return tuple(found), [{WEIGHT_BACKWARD: left}]
 
+    def _splits_backward(self) -> bool:
+        return self._parallel is None or self._parallel.splits_backward
+
     def _halved(
         self,
         roots: Sequence[Any],
@@ -373,7 +381,7 @@ class StageCompute(StageMessages):
         return self._splitter().input_backward(edges, gradients, wanted)
 
     def _splitter(self) -> SplitBackward:
-        alone = self._parallel.is_alone
+        alone = self._parallel is None
         if self._split is None or self._split.adds_in_place != alone:
             self._split = SplitBackward(adds_in_place=alone)
         return self._split
@@ -392,13 +400,16 @@ class StageCompute(StageMessages):
     def _note_missing_gradients(self) -> None:
         """Find out, once in a step, which parameters have no gradient yet."""
         if self._without_gradient is None:
-            mine = self._parallel.has_own_gradients and isinstance(self.submod, torch.nn.Module)
-            parameters = self.submod.parameters() if mine else ()
+            has_parameters = isinstance(self.submod, torch.nn.Module) and not self._has_gradients_in_buckets()
+            parameters = self.submod.parameters() if has_parameters else ()
             self._without_gradient = [one for one in parameters if one.requires_grad and one.grad is None]
 
     def _own_gradients(self) -> None:
-        if self._without_gradient and self._parallel.has_own_gradients:
+        if self._without_gradient and not self._has_gradients_in_buckets():
             self._without_gradient = unshare_gradients(self._without_gradient)
+
+    def _has_gradients_in_buckets(self) -> bool:
+        return self._parallel is not None and self._parallel.gradients_in_buckets
 
     def _failure(self, what: str, beginning: Mapping[str, Any], error: Exception) -> RuntimeError:
         info = {name: map_debug_info(value) for name, value in beginning.items()}
@@ -417,7 +428,9 @@ class StageCompute(StageMessages):
 
     def _forget_failed_step(self) -> None:
         """A step has failed: leave nothing of it that the program could not clear."""
-        self._parallel.forget()
+        if self._parallel is not None:
+            self._parallel.drop_gradients()
+            self._parallel.end_step()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide all gradients, once in a step: by the number of microbatches if the loss is a mean, by 1 for a sum."""
@@ -433,7 +446,10 @@ class StageCompute(StageMessages):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """REDUCE_GRAD: all backwards of the step are done. Share the gradients with other replicas, and scale them."""
-        self._parallel.reduce()
+        if self._parallel is not None:
+            self._parallel.reduce()
+            self._parallel.finish_step()
+            self._parallel.end_step()
         if grad_scale_factor != 1:
             self.scale_grads(grad_scale_factor)
 

@@ -7,6 +7,7 @@ a run leaves random numbers, buffers and gradients as they were.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -217,7 +218,7 @@ class StageInference(_PipelineStageBase):
         self, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any] | None, has_backward: bool
     ) -> tuple[tuple[torch.Tensor, ...] | None, Call]:
         """What the module returns, and the copies that it was called with."""
-        with self._parallel.silent():
+        with nullcontext() if self._parallel is None else self._parallel.forward():
             outputs, copies = dry_run(
                 self.submod,
                 torch.device(self.device),
@@ -355,10 +356,12 @@ class StageInference(_PipelineStageBase):
         self._fwd_kwargs_tensors_for_bwd_meta = None
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Leave no trace of the run: neither its graph nor parameters that were brought together for it."""
+        """Leave no trace of the run: neither its graph nor parameters that were gathered for it."""
         self._forget_dry_run()
         self._next_microbatches = ([], [])
-        self._parallel.after_dry_run()
+        if self._parallel is not None:
+            self._parallel.reshard()
+            self._parallel.end_step()
 
     def _forget_failed_step(self) -> None:
         super()._forget_failed_step()

@@ -149,8 +149,12 @@ class StageMessages(StageState):
         if not self._has_backward:
             if not torch.is_grad_enabled():
                 del self.fwd_cache[microbatch]
-        elif self._is_plain or not (self._is_watched or self._parallel.keeps_outputs or self._has_own_backward()):
+        elif self._is_plain or not (self._is_watched or self._are_outputs_used() or self._has_own_backward()):
             self.fwd_cache[microbatch] = tuple([as_root(output) for output in outputs]), inputs
+
+    def _are_outputs_used(self) -> bool:
+        """Whether what shares gradients looks at outputs in the backward."""
+        return self._parallel is not None and self._parallel.keeps_outputs
 
     def _has_own_backward(self) -> bool:
         """Whether backwards run in another way than here, which may look at outputs that are on their way."""

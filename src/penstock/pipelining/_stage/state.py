@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from penstock.execution.data_parallel import adapter_for
 from penstock.graph.heap import keep_all_freed_memory
-from penstock.pipelining._stage.parallel import NotShared, Parallel, parallel_of
 from penstock.pipelining._utils import _MeshCache, _StageMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from penstock.execution.data_parallel.adapter import DataParallel
     from penstock.execution.shared_memory import Groups
     from penstock.pipelining._stage.transfers import Connection, _RecvInfo
 
@@ -55,7 +56,7 @@ class StageState:
     chunks: int | None = None
     _runtime_validate = False
     _submodule: tuple[Any, type] = (None, type(None))
-    _parallel_of_submodule: Parallel = NotShared()
+    _parallel_of_submodule: DataParallel | None = None
     _has_backward = False
     #: Whether, while this step runs, all computation is as written here, of a module that is not shared.
     _is_plain = False
@@ -163,12 +164,12 @@ class StageState:
         return self.stage_index == self.num_stages - 1
 
     @property
-    def _parallel(self) -> Parallel:
-        """How the parameters of the module are shared. The module may be replaced at any time."""
+    def _parallel(self) -> DataParallel | None:
+        """What shares the parameters of the module with other replicas. The module may be replaced at any time."""
         submodule, kind = self._submodule
         if self.submod is not submodule or type(submodule) is not kind:  # fully_shard changes the type
             self._submodule = self.submod, type(self.submod)
-            self._parallel_of_submodule = parallel_of(self.submod)
+            self._parallel_of_submodule = adapter_for(self.submod, reduce_in="last_backward")
         return self._parallel_of_submodule
 
     def _metas_of(self, microbatch: int) -> _StageMeta:
