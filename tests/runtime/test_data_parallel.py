@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
-from penstock.errors import StageError
+from penstock.errors import StageError, StepError
 from penstock.execution.data_parallel import adapter_for, gradient_sharing
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, Action
 from penstock.runtime import Pipeline, Stage
@@ -359,6 +359,39 @@ def test_mixed_precision(workers, output):
         for mine, reference in zip(ours, theirs, strict=True):
             assert mine.dtype is FLOAT
             torch.testing.assert_close(mine, reference, rtol=1e-5, atol=1e-7)
+
+
+def train_after_a_failure(rank, ranks, reduced_in):
+    """A loss that fails in the last microbatch, then another pipeline of the same modules."""
+    schedule = ps.build("1F1B", ranks=2, microbatches=MICROBATCHES)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduced_in)
+    case = Case(schedule, lambda module, replicas: fully_shard(module, mesh=replicas, mp_policy=policy), dtype=FLOAT)
+    losses = iter(range(MICROBATCHES))
+
+    def loss_fn(output, target):
+        if next(losses) == MICROBATCHES - 1:
+            raise ValueError("no loss")
+        return nn.functional.mse_loss(output, target)
+
+    x, y = batches(1, FLOAT)[0]
+    optimizer = torch.optim.SGD([parameter for parameter, _ in case.pairs()])
+    case.pipe.close()
+    group = mesh().get_group("pipeline")
+    case.pipe = Pipeline(case.modules, schedule, loss_fn=loss_fn, group=group)
+    with pytest.raises(StepError, match="no loss"):
+        case.step(x, y)
+    case.pipe = Pipeline(case.modules, schedule, loss_fn=nn.functional.mse_loss, group=group)
+    optimizer.zero_grad()
+    nn.functional.mse_loss(case.model(x), y).backward()
+    case.step(x, y)
+    case.assert_equal_gradients(rtol=1e-4, atol=1e-5)
+    case.pipe.close()
+
+
+@pytest.mark.parametrize("reduced_in", [None, torch.float64], ids=str)
+def test_gradients_of_a_failed_step_are_dropped(workers, reduced_in):
+    """Also those that have been added up in the type in which they are reduced, which ``zero_grad`` does not reach."""
+    workers.run(train_after_a_failure, reduced_in)
 
 
 class Choosing(nn.Module):

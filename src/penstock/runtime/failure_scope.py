@@ -68,6 +68,8 @@ class FailureScope:
             self._has_failed = True
             for stage in self._stages:
                 stage.module.zero_grad(set_to_none=True)
+                if stage.parallel is not None:
+                    stage.parallel.drop_gradients()
 
 
 def describe_failure(

@@ -132,12 +132,11 @@ class FsdpAdapter(DataParallel):
             module.set_reshard_after_backward(True, recurse=False)
 
     def drop_gradients(self) -> None:
-        """Drop gradients of gathered parameters that are not reduced yet, and release the parameters."""
+        """Drop gradients of gathered parameters that are not reduced yet."""
         for parameter in self._parameters():
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):  # gathered at least once
                 parameter._unsharded_param.grad = None
-        self.reshard()
 
     def _unshare_gradients(self) -> None:
         """Give every gathered parameter a gradient in memory of its own; the stage does not see all of them."""

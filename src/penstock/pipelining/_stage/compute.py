@@ -431,6 +431,7 @@ class StageCompute(StageMessages):
         if self._parallel is not None:
             self._parallel.drop_gradients()
             self._parallel.end_step()
+            self._parallel.reshard()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide all gradients, once in a step: by the number of microbatches if the loss is a mean, by 1 for a sum."""
