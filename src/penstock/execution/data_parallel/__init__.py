@@ -1,13 +1,13 @@
 """Runs stages whose parameters are shared with other replicas of the pipeline.
 
-A wrapper for data parallelism shares gradients in every backward. A stage has one backward per microbatch, and only
-their sum is to be shared, so an adapter keeps the wrapper from sharing until the last one has run:
+A wrapper for data parallelism reduces gradients in every backward. A stage has one backward per microbatch, and only
+their sum must be reduced, so an adapter keeps the wrapper from reducing until the last one has run:
 
 - ``DistributedDataParallel`` and the composable ``replicate`` around it: gradients are averaged in a few flat buckets.
-- ``fully_shard``, and the ``replicate`` that is made of it: their own reduction runs, once for all backwards.
+- ``fully_shard``, and the ``replicate`` built on it: their own reduction runs once, for all backwards.
 
 Both front doors use the same adapters. Under ``runtime`` the schedule decides: REDUCE_GRAD starts a reduction, or the
-end of the step where a schedule has none; it runs beside the actions that follow, and gradients are complete when the
+end of the step where a schedule has none; it overlaps with the actions that follow, and gradients are complete when the
 step ends. UNSHARD gathers the parameters of ``fully_shard`` and RESHARD releases them, not each forward and backward;
 where a schedule has neither, the first forward gathers them and they are released when the step ends. Under
 ``pipelining`` the methods of the stages decide, as in torch's package.
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 def adapter_for(
     module: Any, stage: int | None = None, *, reduce_in: Literal["reduce_action", "last_backward"] = "reduce_action"
 ) -> DataParallel | None:
-    """Find what shares the parameters of a module, or of modules in it, with other replicas; None if nothing does.
+    """Find the adapter for a module that shares parameters with other replicas; None if it shares none.
 
     Args:
         module: the module of a stage, or a stand-in for one.
         stage: the index of the stage, for errors.
-        reduce_in: what says when gradients are shared and parameters are gathered. ``reduce_action``: the actions of
-            the schedule. ``last_backward``: what users of torch's package expect. The last backward of a step averages
-            the gradients of ``DistributedDataParallel``; ``fully_shard`` gathers parameters as the user asked for, and
+        reduce_in: what decides when gradients are reduced and parameters are gathered. ``reduce_action``: the
+            actions of the schedule. ``last_backward``: as in torch's package. The last backward of a step averages the
+            gradients of ``DistributedDataParallel``; ``fully_shard`` gathers parameters as the user asked for, and
             reduces in every backward if it is not around the whole stage.
 
     >>> import torch
@@ -85,12 +85,12 @@ def _adapter_for_backwards(module: Any) -> DataParallel | None:
 def gradient_sharing(
     stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()
 ) -> AbstractContextManager[None]:
-    """Enclose a step: share nothing too early and, with `reduce`, all gradients when it ends.
+    """Wrap a step: nothing is reduced too early, and with `reduce` all gradients are reduced when it ends.
 
     Args:
         stages: the stages of this rank.
-        reduce: whether gradients are to be shared.
-        elsewhere: the stages whose gradients a user's function for REDUCE_GRAD shares.
+        reduce: whether to reduce gradients.
+        elsewhere: the stages whose gradients a user's function for REDUCE_GRAD reduces.
     """
     shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
     return _gradient_sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()

@@ -14,7 +14,7 @@ BackwardKind = Literal["full", "input", "weight"]
 
 
 class DataParallel:
-    """Decides when the gradients of a stage are shared. As written here, it leaves the module to itself.
+    """Adapts a replicated or sharded module to steps of many backwards. This base class leaves the module to itself.
 
     Attributes:
         splits_backward: whether a backward can run in two halves; if not, all of it runs with the gradients of inputs.
@@ -28,10 +28,10 @@ class DataParallel:
     gradients_in_buckets = False
 
     def begin_step(self) -> None:
-        """Share no gradient until ``reduce``."""
+        """Begin a step: no gradient is reduced until ``reduce``."""
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Enclose a forward, or a dry run."""
+        """Wrap a forward, or a dry run."""
         return nullcontext()
 
     def run_backward(self, kind: BackwardKind, run: Callable[[], T], *, outputs: Any = None, last: bool = False) -> T:  # noqa: ARG002
@@ -46,19 +46,19 @@ class DataParallel:
         return run()
 
     def unshard(self) -> None:
-        """Run UNSHARD: gather the parameters. They may still be in flight when this returns."""
+        """Run UNSHARD: start to gather the parameters. They may still be in flight when this returns."""
 
     def reshard(self) -> None:
-        """Run RESHARD: keep only this replica's part of the parameters."""
+        """Run RESHARD: keep only this replica's shard of the parameters."""
 
     def reduce(self) -> None:
-        """Run REDUCE_GRAD: all backwards of the step are done; share the gradients, unless this step has done so."""
+        """Run REDUCE_GRAD: start to reduce the gradients after all backwards, unless this step has already."""
 
     def finish_step(self) -> None:
         """Return when gradients are complete and parameters are as they were before the step."""
 
     def end_step(self) -> None:
-        """Let the module share gradients by itself again, also after a step that failed."""
+        """Restore the module's own behaviour after a step, even a failed one."""
 
     def drop_gradients(self) -> None:
         """Drop what a failed step left in places that ``zero_grad`` does not reach."""

@@ -1,6 +1,6 @@
 """Averages the gradients of stages under ``DistributedDataParallel``, or the composable ``replicate`` around it.
 
-Its reducer would share the gradients of every backward. Here they are averaged in flat buckets when the last backward
+DDP's reducer would run in every backward. Here gradients are averaged in flat buckets when the last backward
 of a step has run, or the reducer runs in that one alone. All that depends on private names of torch's DDP is here.
 """
 
@@ -44,7 +44,7 @@ class DdpAdapter(DataParallel):
         self._in_flight: list[_Bucket] = []
 
     def begin_step(self) -> None:
-        """Keep the modules from sharing gradients."""
+        """Stop the modules from reducing gradients."""
         self._has_begun = True
         for module in self._modules:
             _share_gradients(module, False)
@@ -74,7 +74,7 @@ class DdpAdapter(DataParallel):
             self.end_step()
 
     def reduce(self) -> None:
-        """Begin to average the gradients."""
+        """Start to average the gradients."""
         if not self._is_due:
             return
         self._is_due = False
@@ -91,7 +91,7 @@ class DdpAdapter(DataParallel):
         self._in_flight = []
 
     def end_step(self) -> None:
-        """Let the modules share gradients and buffers again."""
+        """Let the modules reduce gradients and broadcast buffers again."""
         if not self._has_begun:
             return
         self._has_begun = self._is_due = False
@@ -116,11 +116,11 @@ class DdpReducerAdapter(DdpAdapter):
         self._module = module
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Share nothing in the backward of this forward."""
+        """Reduce nothing in the backward of this forward."""
         return self._module.no_sync()
 
     def run_backward(self, kind: BackwardKind, run: Callable[[], T], *, outputs: Any = None, last: bool = False) -> T:
-        """Run it; share gradients if it is the last."""
+        """Run it; reduce gradients if it is the last."""
         if last and kind == "full":
             return self._run_with_reducer(run, outputs)
         with self._module.no_sync():

@@ -1,7 +1,7 @@
 """Runs stages under ``fully_shard``, or the ``replicate`` built on it.
 
-torch's own reduction runs, once for all backwards of a step. What it does at the end of a backward is called from here,
-since its hooks do not see a W; all else goes through its public setters. All that depends on private names of torch's
+torch's own reduction runs once for all backwards of a step. What it does at the end of a backward is called from here,
+because its hooks do not see W; everything else uses its public setters. All that depends on private names of torch's
 FSDP is here.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FsdpPartsAdapter(DataParallel):
-    """Lets ``fully_shard`` around parts of a stage share the gradients of every backward, which must be whole."""
+    """Lets ``fully_shard`` around parts of a stage reduce gradients in every backward, which must be whole."""
 
     splits_backward = False
 
@@ -38,7 +38,7 @@ class FsdpPartsAdapter(DataParallel):
 
 
 class FsdpAdapter(DataParallel):
-    """Has ``fully_shard``, or the ``replicate`` that works like it, reduce once for all backwards of a step.
+    """Has ``fully_shard``, or the ``replicate`` built on it, reduce once for all backwards of a step.
 
     Args:
         modules: the stage itself, or parts of it.
@@ -61,7 +61,7 @@ class FsdpAdapter(DataParallel):
                 module.set_reshard_after_forward(False, recurse=False)
 
     def begin_step(self) -> None:
-        """Keep the modules from sharing gradients, and from releasing parameters after a backward."""
+        """Stop the modules from reducing gradients, and from resharding parameters after a backward."""
         self._has_begun = self._is_due = True
         for module in self._modules:
             module.set_is_last_backward(False)
@@ -100,7 +100,7 @@ class FsdpAdapter(DataParallel):
             module.reshard()
 
     def reduce(self) -> None:
-        """Begin to reduce the gradients."""
+        """Start to reduce the gradients."""
         if not self._has_begun:  # a user's function may have run the backwards
             self.begin_step()
         if not self._is_due:
@@ -121,7 +121,7 @@ class FsdpAdapter(DataParallel):
         self.reshard()
 
     def end_step(self) -> None:
-        """Let the modules share gradients and release parameters again."""
+        """Let the modules reduce gradients and reshard parameters again."""
         self._gathers = []
         if not self._has_begun:
             return
