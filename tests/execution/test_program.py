@@ -4,9 +4,9 @@ import pytest
 
 import penstock as ps
 from penstock.execution.compiler import compile_program
+from penstock.execution.link import Progress
 from penstock.execution.messages import sent_by
 from penstock.execution.send_releases import find_releases
-from penstock.execution.transport import Progress
 from penstock.ir.actions import RECV_B, RECV_F
 
 

@@ -16,7 +16,7 @@ from penstock.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
-from penstock.pipelining._engine.selection import Mode
+from penstock.pipelining._engine.mode_selection import Mode
 from penstock.pipelining._schedule import base
 from penstock.pipelining._utils import PipeliningMetadataError
 from penstock.pipelining.schedules import _ScheduleForwardOnly

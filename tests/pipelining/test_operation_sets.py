@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.pipelining import PipelineStage, schedules
-from penstock.pipelining._engine import selection
-from penstock.pipelining._engine.selection import Mode, select_mode, step_scope
+from penstock.pipelining._engine import mode_selection as selection
+from penstock.pipelining._engine.mode_selection import Mode, select_mode, step_scope
 from penstock.pipelining._schedule import base as _schedule_base
 from penstock.pipelining._stage.compute import StageCompute
 from penstock.pipelining.stage import _PipelineStageBase

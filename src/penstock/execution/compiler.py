@@ -12,7 +12,7 @@ from penstock.ir.actions import Action
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.execution.operations import OperationSet
+    from penstock.execution.operation_set import OperationSet
     from penstock.execution.send_releases import Releases
 
 S = TypeVar("S")

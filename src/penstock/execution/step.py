@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import GradientEdge
 
+    from penstock.execution.link import Pending
     from penstock.execution.shared_memory import Kin, SharedInputs
     from penstock.execution.training_check import TrainingCheck
-    from penstock.execution.transport import Pending
     from penstock.execution.value_spec import ValueSpec
     from penstock.ir.actions import Action
 

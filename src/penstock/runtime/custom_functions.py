@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StageError
-from penstock.execution.operations import CustomOperations
+from penstock.execution.operation_set import CustomOperations
 
 if TYPE_CHECKING:
-    from penstock.execution.native import NativeOperations
+    from penstock.execution.native_operations import NativeOperations
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
     from penstock.ir.actions import Action, ComputationType

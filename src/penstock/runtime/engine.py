@@ -40,9 +40,9 @@ from penstock.verification.check import verify as prove
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 
-    from penstock.execution.native import NativeOperations
+    from penstock.execution.link import Progress
+    from penstock.execution.native_operations import NativeOperations
     from penstock.execution.stage import Stage
-    from penstock.execution.transport import Progress
     from penstock.ir.schedule import Schedule
     from penstock.runtime.batches import Batch
     from penstock.runtime.custom_functions import CustomFunction

@@ -12,7 +12,7 @@ from penstock.execution.edges.local import LocalEdge
 from penstock.execution.edges.negotiated import NegotiatedEdge
 from penstock.execution.edges.single_tensor import SingleTensorEdge, is_single
 from penstock.execution.microbatch_kinds import find_kinds
-from penstock.execution.native import NativeOperations
+from penstock.execution.native_operations import NativeOperations
 from penstock.execution.send_releases import find_releases
 from penstock.graph.comm_model import CommModel
 from penstock.lowering.forwards import forwards_of

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from penstock.execution.native import NativeOperations
+    from penstock.execution.link import Pending, Progress
+    from penstock.execution.native_operations import NativeOperations
     from penstock.execution.step import Operation, Step
-    from penstock.execution.transport import Pending, Progress
     from penstock.ir.actions import Action, ComputationType
     from penstock.runtime.engine import Engine, Runnable
     from penstock.runtime.program_cache import ProgramCache

@@ -19,7 +19,7 @@ from penstock.execution.edges import (
     keep,
     roots_of,
 )
-from penstock.execution.edges.remote import RemoteEdge
+from penstock.execution.edges.remote_base import RemoteEdge
 from penstock.execution.shared_memory import watch_shared
 from penstock.execution.trees import structure_of
 from penstock.execution.value_spec import ValueSpec, as_wire, flatten
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
+    from penstock.execution.link import Link
     from penstock.execution.step import Operation, Step
-    from penstock.execution.transport import Link
 
 
 class HeaderedEdge(RemoteEdge):

@@ -18,7 +18,7 @@ from penstock.execution.edges import (
     keep,
     roots_of,
 )
-from penstock.execution.edges.remote import RemoteEdge
+from penstock.execution.edges.remote_base import RemoteEdge
 from penstock.execution.value_spec import TensorSpec, ValueSpec, as_wire, describe, mismatch
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
+    from penstock.execution.link import Link
     from penstock.execution.step import Operation, Step
-    from penstock.execution.transport import Link
 
 
 class NegotiatedEdge(RemoteEdge):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.ir.actions import REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import gpipe_label, gpipe_row, no_label, one_f_one_b_row
+from penstock.pipelining._engine.mode_selection import Mode
 from penstock.pipelining._engine.programs import may_post_ahead, program_of_order, program_of_row
-from penstock.pipelining._engine.selection import Mode
 from penstock.pipelining._schedule.actions import _Action
 from penstock.pipelining._schedule.passes import compute_rows_with_transfers
 from penstock.pipelining._schedule.rows import as_rows

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.execution.messages import sent_by
-from penstock.execution.operations import run_in_sequence
+from penstock.execution.operation_set import run_in_sequence
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

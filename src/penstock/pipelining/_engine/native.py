@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from penstock.execution.edges import fill_missing as fill_missing
-from penstock.execution.native import NativeOperations
+from penstock.execution.native_operations import NativeOperations
 from penstock.execution.stage import Stage
 from penstock.execution.step import Step
 from penstock.ir.actions import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from penstock.execution.edges import Inbound, Outbound
-    from penstock.execution.transport import Progress
+    from penstock.execution.link import Progress
     from penstock.pipelining._engine.methods import CallConvention
 
 

@@ -11,15 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ScheduleError
 from penstock.execution.compiler import compile_program
-from penstock.execution.operations import CustomOperations
+from penstock.execution.link import Progress
+from penstock.execution.operation_set import CustomOperations
 from penstock.execution.send_releases import Releases, find_releases, release_at_end
-from penstock.execution.transport import Progress
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
 from penstock.pipelining._engine.coalesced import releases_of
 from penstock.pipelining._engine.methods import CallConvention, MethodOperations, ScaleGradients
+from penstock.pipelining._engine.mode_selection import Mode
 from penstock.pipelining._engine.native import Native
 from penstock.pipelining._engine.native_rows import can_run_natively, facts_of
-from penstock.pipelining._engine.selection import Mode
 from penstock.pipelining._schedule.actions import _Action, _get_profiler_function_name
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._schedule.rows import as_schedule
@@ -30,7 +30,7 @@ from penstock.pipelining._stage.transfers import is_gloo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.execution.operations import OperationSet
+    from penstock.execution.operation_set import OperationSet
     from penstock.execution.program import Program
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._engine.step import Custom

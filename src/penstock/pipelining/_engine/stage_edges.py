@@ -13,7 +13,7 @@ from penstock.execution.edges import keep
 from penstock.execution.edges.local import LocalEdge
 from penstock.execution.edges.negotiated import NegotiatedEdge
 from penstock.execution.edges.single_tensor import SingleTensorEdge
-from penstock.execution.transport import Progress
+from penstock.execution.link import Progress
 from penstock.execution.trees import TENSOR
 from penstock.execution.value_spec import ValueSpec
 from penstock.graph.comm_model import CommModel

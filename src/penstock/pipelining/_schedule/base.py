@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from penstock.execution.preserved_state import preserved_random_state
 from penstock.pipelining._engine.gradient_scaling import scaled_once
+from penstock.pipelining._engine.mode_selection import Mode, select_mode, step_scope
 from penstock.pipelining._engine.native import NativeStep
 from penstock.pipelining._engine.preparation import NegotiatedState
 from penstock.pipelining._engine.programs import ProgramCache
-from penstock.pipelining._engine.selection import Mode, select_mode, step_scope
 from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._stage.inference import StageInference

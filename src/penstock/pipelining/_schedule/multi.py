@@ -19,8 +19,8 @@ from penstock.pipelining._utils import generate_stage_to_rank_mapping
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from penstock.pipelining._engine.mode_selection import Mode
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Mode
     from penstock.pipelining._schedule.rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec
     from penstock.pipelining.stage import _PipelineStageBase

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from penstock.pipelining._engine.mode_selection import Mode
     from penstock.pipelining._engine.native import Native, NativeStep
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Mode
     from penstock.pipelining._engine.step import Batch, Custom, MethodStep
     from penstock.pipelining._schedule.actions import _Action, _ComputationType
     from penstock.pipelining._schedule.base import _PipelineSchedule

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from penstock.pipelining._engine.mode_selection import Mode
     from penstock.pipelining._engine.programs import Compiled
-    from penstock.pipelining._engine.selection import Mode
     from penstock.pipelining._engine.step import MethodStep
     from penstock.pipelining._schedule.rows import Rows
     from penstock.pipelining.microbatch import TensorChunkSpec

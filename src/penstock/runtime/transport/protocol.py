@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.execution.transport import Pending, Progress
+    from penstock.execution.link import Pending, Progress
     from penstock.graph.comm_model import CommModel
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.execution.edges import ABSENT, check_unchanged
-from penstock.execution.operations import run_in_sequence
+from penstock.execution.operation_set import run_in_sequence
 from penstock.execution.step import InFlight
 from penstock.ir.actions import (
     BACKWARD_INPUT,
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.execution.edges import GiveGradients, Inbound, Outbound, TakeGradients
+    from penstock.execution.link import Progress
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
-    from penstock.execution.transport import Progress
     from penstock.ir.actions import Action, ComputationType
 
 

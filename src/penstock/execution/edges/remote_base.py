@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from penstock.execution.link import Link
     from penstock.execution.step import Operation, Step
-    from penstock.execution.transport import Link
 
 
 class RemoteEdge:
