@@ -7,6 +7,7 @@ test-fast` leaves these out.
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -22,9 +23,18 @@ if TYPE_CHECKING:
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
+# Tests run beside each other: several threads for one tensor would mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # In the background of a script Ctrl-C is ignored, and would be by all processes that are started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_frozen() -> None:
+    """Have collections of garbage pass over what has been imported, which is far more than what a test makes."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         first = {item.path for item in items if item.get_closest_marker("processes")}
         items.sort(key=lambda item: item.path not in first)
-
-
-def pytest_collection_finish() -> None:
-    """Have collections of garbage pass over what was imported, which is far more than what a test makes."""
-    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
