@@ -274,6 +274,36 @@ def test_after_a_step_that_failed_among_messages_there_is_no_other():
             schedule.step(target=numbers(2, BATCH, WIDTH))
 
 
+class FailsOnce(nn.Module):
+    """Fails in one of its forwards."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layer, self.left = nn.Linear(WIDTH, WIDTH), number
+
+    def forward(self, x):
+        self.left -= 1
+        if self.left == 0:
+            raise ArithmeticError
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_rank_that_failed_between_its_sends_takes_no_other_step(mode):
+    """The rank after it would take the messages of the next step for those that are missing."""
+    example = torch.ones(2, WIDTH, requires_grad=True)
+    with fake_group(0, 2), mock.patch.object(_schedule_base, "select_mode", return_value=mode):
+        stage = PipelineStage(FailsOnce(3), 0, 2, CPU, input_args=example, output_args=example)
+        schedule = schedules.PipelineScheduleMulti([stage], MICROBATCHES, loss_fn=None)
+        schedule.pipeline_order = {
+            rank: Package(OURS).actions(" ".join(f"{rank}F{each}" for each in range(MICROBATCHES))) for rank in range(2)
+        }
+        with pytest.raises(RuntimeError, match="failed to run forward of microbatch 2"):
+            schedule.step(numbers(1, BATCH, WIDTH))
+        with pytest.raises(RuntimeError, match="the previous step failed with messages still in flight"):
+            schedule.step(numbers(1, BATCH, WIDTH))
+
+
 # On several ranks -----------------------------------------------------------------------------------------------------
 
 

@@ -760,3 +760,17 @@ def test_without_a_process_group():
         Pipeline({0: layers(1)[0]}, ps.build("1F1B", ranks=2, microbatches=2), loss_fn=mse)
     with pytest.raises(ScheduleError, match="expected a Schedule"):
         Pipeline({0: layers(1)[0]}, "1F1B", loss_fn=mse)
+
+
+def test_a_module_that_is_replaced_between_steps_is_the_one_that_runs():
+    schedule = ps.build("GPipe", ranks=1, microbatches=2)
+    old, new = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    with Pipeline({0: old}, schedule, loss_fn=torch.nn.functional.mse_loss) as pipe:
+        pipe.step(torch.ones(4, 3), target=torch.zeros(4, 3))
+        pipe.stages[0].module = new
+        old.zero_grad()
+        pipe.step(torch.ones(4, 3), target=torch.zeros(4, 3))
+    found, new.weight.grad = new.weight.grad, None
+    torch.nn.functional.mse_loss(new(torch.ones(4, 3)), torch.zeros(4, 3)).backward()
+    assert old.weight.grad is None
+    torch.testing.assert_close(found, new.weight.grad)

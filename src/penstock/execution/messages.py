@@ -16,7 +16,6 @@ _BY_RECEIVE: Final[Mapping[ComputationType, Transfer]] = {transfer.receive: tran
 _BY_USER: Final[Mapping[ComputationType, Transfer]] = {
     kind: transfer for transfer in TRANSFERS for kind in transfer.needed_by
 }
-TRANSFER_TYPES: Final = frozenset({*_BY_SEND, *_BY_RECEIVE})
 
 
 class Message(NamedTuple):

@@ -99,7 +99,7 @@ class NativeOperations:
         stage, microbatch = self.stages[action.stage_index], _microbatch(action)
         take = self.inbound[stage.index].take(microbatch)
         give = self.outbound[stage.index].give(microbatch)
-        module, slot, changes_inputs = stage.module, self._slot(action), stage.changes_inputs
+        slot = self._slot(action)
 
         def forward(step: Step) -> None:
             taken = take(step)
@@ -107,11 +107,11 @@ class NativeOperations:
                 give(step, ABSENT)
                 return
             args, inputs, watched = taken
-            if changes_inputs:
+            if stage.changes_inputs:
                 args = stage.fresh(args)
             step.operands = action, args
             step.computing = True
-            output = module(*args, **step.kwargs[microbatch])
+            output = stage.module(*args, **step.kwargs[microbatch])
             step.computing = False
             if watched is None:
                 roots = give(step, output)

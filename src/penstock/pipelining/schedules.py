@@ -1,7 +1,7 @@
 """The module path of ``torch.distributed.pipelining.schedules``: its names, from the files that they live in.
 
 Orders come from ``penstock.schedules``, passes from ``penstock.lowering``; what a step does is compiled once into a
-program (``_schedule_engine.py``). Names that programs replace here, such as ``_batch_p2p``, are looked up here when
+program (``execution/program.py``). Names that programs replace here, such as ``_batch_p2p``, are looked up here when
 they are used.
 """
 

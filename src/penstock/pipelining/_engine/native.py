@@ -9,7 +9,6 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from penstock.execution.edges import fill_missing as fill_missing
 from penstock.execution.native_operations import NativeOperations
 from penstock.execution.stage import Stage
 from penstock.execution.step import Step

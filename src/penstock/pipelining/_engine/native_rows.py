@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.execution.edges import fill_missing as fill_missing
 from penstock.ir.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -15,6 +15,7 @@ from penstock.execution.link import Progress
 from penstock.execution.operation_set import CustomOperations
 from penstock.execution.send_releases import Releases, find_releases, release_at_end
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
+from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.pipelining._engine.coalesced import releases_of
 from penstock.pipelining._engine.methods import CallConvention, MethodOperations, ScaleGradients
 from penstock.pipelining._engine.mode_selection import Mode
@@ -53,6 +54,11 @@ class Compiled(NamedTuple):
     scaled: Sequence[Any]
     progress: Progress
     native: Native | None = None
+
+    def has_transfers_left(self) -> bool:
+        """Whether a program that failed has not posted all of its messages: other ranks wait for them."""
+        left = self.program.running[max(0, self.progress.index) :]
+        return any(isinstance(line.cell, _Action) and line.cell.computation_type in TRANSFER_TYPES for line in left)
 
 
 class ProgramCache:

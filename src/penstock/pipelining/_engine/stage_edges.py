@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import fill_missing as fill_missing
-from penstock.execution.edges import keep
+from penstock.execution.edges import fill_missing, keep
 from penstock.execution.edges.local import LocalEdge
 from penstock.execution.edges.negotiated import NegotiatedEdge
 from penstock.execution.edges.single_tensor import SingleTensorEdge

@@ -8,7 +8,6 @@ import torch
 
 from penstock.execution.autograd import gradient_edge
 from penstock.execution.edges import FirstEnd, LastEnd
-from penstock.execution.edges import fill_missing as fill_missing
 from penstock.pipelining._stage.compute import flat, kept_gradients
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 

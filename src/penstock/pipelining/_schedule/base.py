@@ -324,6 +324,7 @@ class _PipelineSchedule(ABC):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[list[Any] | None, list[Any] | None, list[Any] | None]:
         """The microbatches of what ``step`` is given."""
+        self._whole = None
         if kwargs:
             split = {name: kwargs.get(name) for name in _SPLIT}
             kwargs = {name: value for name, value in kwargs.items() if name not in _SPLIT}
@@ -476,7 +477,8 @@ class _PipelineSchedule(ABC):
             if line is not None and isinstance(error, Exception):
                 self._log_failure(line.position)
             self._forget_losses()
-            self._was_cut_off = any(isinstance(work, dist.Work) and not work.is_completed() for work in step.receives)
+            in_flight = (isinstance(work, dist.Work) and not work.is_completed() for work in step.receives)
+            self._was_cut_off = any(in_flight) or made.has_transfers_left()
             if native is not None and isinstance(error, Exception):
                 failure = native.describe_failure(step, error)
                 if failure is not None:
