@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+
+# The server of a process group's store looks up the name of whoever connects, in the thread that serves all: where no
+# name server answers, that stalls every rank for as long as a lookup may take, five seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 from hypothesis import settings
 
 if TYPE_CHECKING:
