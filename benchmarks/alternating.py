@@ -41,8 +41,8 @@ def alternate(
     """Time the contestants in turn, after one run of each that does not count.
 
     A short run is repeated within its turn, and the mean counts: the time in steady state. With ``shortest_turn=0``, a
-    turn is a single run, with the caches as the other contestant and the garbage collector left them: the time of a
-    first call. ``clock=process_time`` counts only the CPU time of the process.
+    turn is a single run, with the caches as the other contestant and the garbage collector left them: the time of one
+    call in between. ``clock=process_time`` counts only the CPU time of the process.
     """
     runs = []
     for contestant in contestants:

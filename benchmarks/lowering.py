@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import subprocess
 import sys
 import tracemalloc
 from functools import partial
@@ -17,23 +18,41 @@ from statistics import median
 from time import perf_counter, process_time
 
 import penstock as ps
-from alternating import SHORTEST_TURN, alternate
+from alternating import SHORTEST_TURN, Timing, alternate
 from penstock.graph.comm_model import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torch_oracle
 
 SCHEDULES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-SIZES = ((4, 2, 16), (8, 2, 64), (16, 2, 128), (32, 2, 256), (64, 2, 512), (16, 8, 256))
+SIZES = ((3, 2, 18), (4, 2, 16), (8, 2, 64), (16, 2, 128), (32, 2, 256), (64, 2, 512), (16, 8, 256))
 GOAL = {(4, 2, 16): 1.0, (64, 2, 512): 40.0}
 #: The growth of each is measured separately.
 OPTIONS = {"as it is": {}, "merge_backward": {"merge_backward": True}, "defer_receives": {"defer_receives": True}}
-#: Sizes that take milliseconds: the first call differs from the steady state.
-SMALL = {(4, 2, 16)}
+#: Sizes that take milliseconds: a single call, or the first one of a process, differs from the steady state.
+SMALL = ((3, 2, 18), (4, 2, 16))
 #: Single runs vary more than means of many.
-FIRST_CALLS = 51
+SINGLE_CALLS = 51
 LARGEST_GROWTH = 4.6
 MOST_BYTES = 300
+#: Prints the seconds of one call, in a process that has done nothing but import both packages.
+_FIRST_CALL = """
+import logging, sys
+from functools import partial
+from time import perf_counter
+from lowering import ours, ps, torch_oracle
+logging.disable(logging.WARNING)
+ps.build, ps.lower  # loads their modules
+side, name, *size = sys.argv[1:]
+ranks, stages, microbatches = map(int, size)
+call = {
+    "torch": partial(torch_oracle.instance, name, ranks, microbatches, stages, lowered=True),
+    "penstock": partial(ours, name, ranks, stages, microbatches),
+}[side]
+begin = perf_counter()
+call()
+print(perf_counter() - begin)
+"""
 
 
 def main() -> None:
@@ -41,13 +60,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="leave out the sizes where torch takes half a minute")
-    parser.add_argument("--only", action="append", choices=("compare", "growth", "million"), help="may be repeated")
+    parser.add_argument(
+        "--only", action="append", choices=("compare", "first_call", "growth", "million"), help="may be repeated"
+    )
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     ours("ZBVZeroBubble", 64, 2, 512)  # the compiler is loaded, its cache warm
     sizes = [size for size in SIZES if not arguments.quick or size[0] * size[2] < 8000]
     parts = {
         "compare": partial(compare, sizes, arguments.repeats),
+        "first_call": partial(first_call, arguments.repeats),
         "growth": partial(growth, arguments.repeats),
         "million": million,
     }
@@ -68,7 +90,7 @@ def built(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> ps.
 
 
 def compare(sizes: list[tuple[int, int, int]], repeats: int) -> bool:
-    """Measure ours and torch's alternately, small ones also at the first call; return whether the goals are met."""
+    """Measure ours and torch's alternately, small ones also in single calls; return whether the goals are met."""
     print(f"build + lower + verify, median of {repeats} (quartiles)\n")
     print(f"{'ranks, stages, microbatches':28} {'':22} {'':10} {'torch':>36} {'penstock':>34} {'faster':>8}")
     met = True
@@ -77,16 +99,35 @@ def compare(sizes: list[tuple[int, int, int]], repeats: int) -> bool:
         for name in SCHEDULES:
             if stages != 2 and name in ("ZBVZeroBubble", "DualPipeV"):
                 continue
-            for measure, turn in [("first call", 0.0)] * (size in SMALL) + [("steady", SHORTEST_TURN)]:
+            for measure, turn in [("one call", 0.0)] * (size in SMALL) + [("steady", SHORTEST_TURN)]:
                 torch, mine = alternate(
                     partial(torch_oracle.instance, name, ranks, microbatches, stages, lowered=True),
                     partial(ours, name, ranks, stages, microbatches),
-                    repeats=repeats if turn else FIRST_CALLS,
+                    repeats=repeats if turn else SINGLE_CALLS,
                     shortest_turn=turn,
                 )
                 ratio = torch.median / mine.median
                 met &= ratio >= GOAL.get(size, 1.0)
                 print(f"{size!s:28} {name:22} {measure:10} {torch!s:>36} {mine!s:>34} {ratio:7.2f}x", flush=True)
+    return met
+
+
+def first_call(repeats: int) -> bool:
+    """Measure the first call in a fresh process, ours and torch's alternately; return whether ours is never slower."""
+    print(f"\nfirst build + lower + verify of a process, median of {repeats} (quartiles)\n")
+    print(f"{'ranks, stages, microbatches':28} {'':22} {'torch':>36} {'penstock':>34} {'faster':>8}")
+    met = True
+    for size in SMALL:
+        for name in SCHEDULES:
+            seconds: dict[str, list[float]] = {"torch": [], "penstock": []}
+            for _ in range(repeats):
+                for side, times in seconds.items():
+                    command = [sys.executable, "-c", _FIRST_CALL, side, name, *map(str, size)]
+                    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+                    times.append(float(run.stdout))
+            torch, mine = (Timing(tuple(times)) for times in seconds.values())
+            met &= torch.median >= mine.median
+            print(f"{size!s:28} {name:22} {torch!s:>36} {mine!s:>34} {torch.median / mine.median:7.2f}x", flush=True)
     return met
 
 
