@@ -29,6 +29,9 @@ NONE: Final = -1
 
 _NO_POSITIONS: Final = np.empty(0, np.int32)
 
+#: What actions wait for, and the types of action that wait for exactly that.
+_WAITING_FOR: Final = {needs: tuple(kind for kind in NEEDS if NEEDS[kind] == needs) for needs in NEEDS.values()}
+
 
 def is_too_sparse(schedule: Schedule) -> bool:
     """Return whether so many actions are missing that tables of all of them would not fit into memory."""
@@ -63,13 +66,16 @@ class ActionTable:
         if len(self.codes) > SIZE:
             check_length(len(self.codes))
             keep_freed_memory()
-        self.rank: Positions = np.arange(schedule.ranks, dtype=np.int32).repeat(offsets[1:] - offsets[:-1])
-        self.cell: Positions = np.arange(len(self.codes), dtype=index_dtype(len(self.codes)))
-        kinds, counts, joined = [], [], 0
+        dtype = index_dtype(len(self.codes))  # the same for all if they are few: NumPy has other code for every type
+        ranks: Positions = np.arange(schedule.ranks, dtype=dtype)
+        self.rank = ranks.repeat(offsets[1:] - offsets[:-1])
+        self.cell: Positions = np.arange(len(self.codes), dtype=dtype)
+        kinds: list[Positions] = []
+        counts, joined = [], 0
         for block in blocks(len(self.codes)):
             codes = self.codes[block]
             types = packed.types(codes)
-            kinds.append(types.astype(np.int8))
+            kinds.append(types if dtype is np.int64 else types.astype(np.int8))
             counts.append(np.bincount(types, minlength=len(packed.TYPE_NUMBER) + 1))
             if joined or (codes & packed.JOINED).any():
                 self.cell[block] -= packed.is_joined(codes).cumsum() + joined
@@ -84,38 +90,9 @@ class ActionTable:
             self.offsets = offsets - np.append(0, (~busy).cumsum())[offsets]
         self._found: dict[tuple[ComputationType, ...], Positions] = {}
         self._first_tables: dict[tuple[ComputationType, ...], Positions] = {}
-        self._known_inputs: tuple[tuple[Positions, Positions], Positions] | None = None
 
     def __len__(self) -> int:
         return len(self.codes)
-
-    def extended_to(self, schedule: Schedule, kinds: frozenset[ComputationType]) -> ActionTable | None:
-        """Return the table of a schedule that differs only in actions of these types, none of them compute.
-
-        Return None if it differs in others. What is already known about the other actions is reused. O(n).
-        """
-        if schedule.placement != self.schedule.placement or schedule.microbatches != self.microbatches:
-            return None
-        other = ActionTable(schedule)
-        other.rank_of_stage = self.rank_of_stage
-        stayed, now = (actions._where(~packed.kind_mask(kinds)) for actions in (self, other))
-        if len(stayed) != len(now) or not all(
-            np.array_equal(self.codes[stayed[block]], other.codes[now[block]]) for block in blocks(len(now))
-        ):
-            return None
-        on_their_ranks = self.all_placed and other.all_placed  # and so on the same ranks: the placement is the same
-        if not on_their_ranks and not np.array_equal(self.rank[stayed], other.rank[now]):
-            return None
-        if other.has_transfers:
-            return other  # its transfers then define what waits for what
-        position = np.zeros(len(self), index_dtype(len(self)))
-        position[stayed] = now
-        if self._known_inputs:
-            known, before = self._known_inputs
-            other._known_inputs = known, position[before]
-        else:
-            other._known_inputs = self.remote_inputs(), position
-        return other
 
     @cached_property
     def first_cell(self) -> Positions:
@@ -141,7 +118,7 @@ class ActionTable:
     @cached_property
     def rank_of_stage(self) -> Positions:
         """The rank of each stage, followed by ``NONE`` for the extra stages at both ends."""
-        return np.array((*self.schedule.placement.rank_of, NONE), np.int32)
+        return np.array((*self.schedule.placement.rank_of, NONE), self.rank.dtype)
 
     @cached_property
     def in_range(self) -> NDArray[np.bool_]:
@@ -325,34 +302,35 @@ class ActionTable:
     @cached_property
     def input_blocks(self) -> list[tuple[Positions, Positions]]:
         """The same pairs, block by block."""
-        parts = [*self._inputs_or_none()]
+        return self._find_inputs()
+
+    def remote_inputs(self) -> tuple[Positions, Positions]:
+        """Return the pairs of ``inputs`` that are on different ranks."""
+        found = []
+        # If every action is on the rank of its stage, only what comes from other stages can be on another rank.
+        for waiting, awaited in self._find_inputs(of_other_stages=self.all_placed):
+            elsewhere = (self.rank[awaited] != self.rank[waiting]).nonzero()[0]
+            found.append((waiting[elsewhere], awaited[elsewhere]))
+        return _concatenate_pairs(found)
+
+    def _find_inputs(self, *, of_other_stages: bool = False) -> list[tuple[Positions, Positions]]:
+        parts = [*self._inputs_or_none(of_other_stages=of_other_stages)] or [(_NO_POSITIONS, _NO_POSITIONS)]
         if len(blocks(len(self))) == 1:
             parts = [_concatenate_pairs(parts)]
         there = [(awaited != NONE).nonzero()[0] for _, awaited in parts]
         return [(waiting[found], awaited[found]) for (waiting, awaited), found in zip(parts, there, strict=True)]
 
-    def _inputs_or_none(self) -> Iterator[tuple[Positions, Positions]]:
-        yield _NO_POSITIONS, _NO_POSITIONS
-        for kind, needs in NEEDS.items():
-            mine = self.positions_in_range(kind)
+    def _inputs_or_none(self, *, of_other_stages: bool) -> Iterator[tuple[Positions, Positions]]:
+        for needs, kinds in _WAITING_FOR.items():
+            wanted = [need for need in needs if need.stage_offset or not of_other_stages]
+            mine = self.positions_in_range(*kinds) if wanted else _NO_POSITIONS
             if not len(mine):
                 continue
             parts = [(mine[block], self.slots_at(mine[block])) for block in blocks(len(mine))]
-            for need in needs:
+            for need in wanted:
                 table, offset = self.first_table(need.any_of), need.stage_offset * self.stride
                 for waiting, slots in parts:
                     yield waiting, table[slots + offset]
-
-    def remote_inputs(self) -> tuple[Positions, Positions]:
-        """Return the pairs of ``inputs`` that are on different ranks."""
-        if self._known_inputs:
-            (waiting, awaited), position = self._known_inputs
-            return position[waiting], position[awaited]
-        found = []
-        for waiting, awaited in self.input_blocks:
-            elsewhere = (self.rank[awaited] != self.rank[waiting]).nonzero()[0]
-            found.append((waiting[elsewhere], awaited[elsewhere]))
-        return _concatenate_pairs(found)
 
 
 def _concatenate_pairs(parts: list[tuple[Positions, Positions]]) -> tuple[Positions, Positions]:

@@ -38,11 +38,13 @@ _MICROBATCH_MASK: Final = (1 << (_STAGE_SHIFT - _MICROBATCH_SHIFT)) - 1
 _TYPES: Final = (None, *ComputationType)
 TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
 
-#: How many microbatches an action has, by its type and the joined bit; -1 for combinations that do not exist.
-_MICROBATCHES: Final = np.full((JOINED | _TYPE_MASK) + 1, -1, np.int8)
-_MICROBATCHES[[number for kind, number in TYPE_NUMBER.items() if kind is not OVERLAP_F_B]] = 1
-_MICROBATCHES[[IDLE, *(TYPE_NUMBER[kind] for kind in SHARDING)]] = 0
-_MICROBATCHES[[JOINED | TYPE_NUMBER[kind] for kind in COMPUTE]] = 1
+#: The valid combinations of a type, the joined bit, and whether there is a microbatch.
+_FORM_MASK: Final = JOINED | _TYPE_MASK
+_WITH_MICROBATCH: Final = _FORM_MASK + 1
+_FORMS: Final = {IDLE, *(TYPE_NUMBER[kind] for kind in SHARDING)}.union(
+    (_WITH_MICROBATCH | number for kind, number in TYPE_NUMBER.items() if kind not in (OVERLAP_F_B, *SHARDING)),
+    (_WITH_MICROBATCH | JOINED | TYPE_NUMBER[kind] for kind in COMPUTE),
+)
 _MICROBATCH_BITS: Final = _MICROBATCH_MASK << _MICROBATCH_SHIFT
 _BLOCK: Final = 1 << 15
 
@@ -163,19 +165,18 @@ def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
 
 def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
     """Return whether the codes, whose ranks begin at the offsets, are valid actions and overlaps."""
-    blocks = [codes[begin : begin + _BLOCK] for begin in range(0, len(codes), _BLOCK)]  # each fits into the caches
-    if not all(map(_are_actions, blocks)):
-        return False
-    if not any((block & JOINED).any() for block in blocks):
+    forms: set[int] = set()
+    for begin in range(0, len(codes), _BLOCK):  # each block fits into the caches
+        block = codes[begin : begin + _BLOCK]
+        counts = np.bincount((block & _FORM_MASK) + (block & _MICROBATCH_BITS > 0) * _WITH_MICROBATCH)
+        forms.update(counts.nonzero()[0].tolist())
+        if block.min() < 0 or not forms <= _FORMS:
+            return False
+    if not any(form & JOINED for form in forms):
         return True
-    begin = offsets[:-1][offsets[:-1] < len(codes)]
+    begins = offsets[:-1][offsets[:-1] < len(codes)]
     before = codes[(codes & JOINED).nonzero()[0] - 1]
-    return bool(not (codes[begin] & JOINED).any() and kind_mask(COMPUTE)[types(before)].all())
-
-
-def _are_actions(codes: Codes) -> bool:
-    has_microbatch = codes & _MICROBATCH_BITS > 0
-    return bool(codes.min() >= 0 and (_MICROBATCHES[codes & (JOINED | _TYPE_MASK)] == has_microbatch).all())
+    return bool(not (codes[begins] & JOINED).any() and kind_mask(COMPUTE)[types(before)].all())
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

@@ -112,9 +112,10 @@ class Schedule:
         return schedule
 
     def with_codes(self, codes: Codes, offsets: NDArray[np.int64]) -> Schedule:
-        """Replace the packed actions, whose ranks begin at the offsets; for passes."""
-        if not packed.is_wellformed(codes, offsets):
-            raise ScheduleError("the codes are not those of actions")
+        """Replace the packed actions, whose ranks begin at the offsets; for passes.
+
+        The codes are not checked: a pass makes them from codes that were.
+        """
         other = type(self).__new__(type(self))
         put = object.__setattr__
         put(other, "_codes", _frozen(codes))

@@ -1,35 +1,27 @@
-"""Runs the passes in order, and verifies the result of each."""
+"""Runs the passes in order, and verifies the result."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import ScheduleError
 from penstock.graph.comm_model import CommModel
-from penstock.ir.actions import (
-    RECV_B,
-    RECV_F,
-    REDUCE_GRAD,
-    RESHARD,
-    UNSHARD,
-)
-from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.schedule import Schedule
 from penstock.lowering.defer_receives import defer_with_turns
 from penstock.lowering.merge_backward import merge_backward
-from penstock.lowering.reduce_gradients import reduce_gradients
-from penstock.lowering.rows import table_of
+from penstock.lowering.reduce_gradients import find_reductions
+from penstock.lowering.rows import insert, table_of
 from penstock.lowering.send_receive import send_receive_with_turns
-from penstock.lowering.unshard_reshard import unshard_reshard
-from penstock.verification.check import DEFAULT_MODEL, verify_change, verify_structure
+from penstock.lowering.unshard_reshard import find_sharding
+from penstock.verification.check import DEFAULT_MODEL, verify_actions
 from penstock.verification.check import verify as prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from penstock.graph.action_table import ActionTable, Positions
-    from penstock.ir.actions import ComputationType
+    from penstock.lowering.rows import Additions
 
     Pass = Callable[[ActionTable, Positions | None], tuple[Schedule, Positions | None]]
 
@@ -50,7 +42,7 @@ def lower(
 ) -> Schedule:
     """Add everything that a real run needs to a compute schedule, and return the new schedule.
 
-    The input and the result of every pass are verified, unless ``verify`` is False.
+    The result is verified, unless ``verify`` is False.
 
     >>> from penstock.schedules.registry import build
     >>> print(lower(build("GPipe", ranks=2, microbatches=1), unshard=False).grid())
@@ -71,7 +63,7 @@ def lower(
         model: how communication behaves, for the verification. By default the strictest behaviour that
             torch.distributed can show; with ``defer_receives``, one without lanes, in which late receives would block
             each other.
-        verify: verify the schedule before and after every pass.
+        verify: verify the result; what was already wrong with ``schedule`` is reported as it is there.
 
     Raises:
         VerificationError: the schedule would not run; holds everything that is wrong with it.
@@ -83,59 +75,41 @@ def lower(
         raise ScheduleError("the schedule is already lowered: it contains actions other than F, B, I and W")
     if look_ahead is not None and not defer_receives:
         raise ScheduleError(f"look_ahead={look_ahead!r} only applies with defer_receives=True")
-    # That the compute actions do not deadlock is proved together with their transfers, by the turns.
-    actions, turns = table_of(verify_structure(schedule) if verify else schedule), None
-    if merge_backward:
-        actions = _merge_backwards(actions, verify=verify)
-    for lowering in _lowerings(
-        max_active_stages=max_active_stages if unshard else None,
-        reduce=reduce,
-        defer_receives=defer_receives,
-        look_ahead=look_ahead,
-    ):
-        try:
-            lowered, turns = lowering.run(actions, turns)
-        except ScheduleError:
-            if verify:
-                prove(schedule)  # most likely a deadlock of the compute actions, which this reports
-            raise
+    lowered, turns = schedule, None
+    try:
+        for run_pass in _passes(
+            merge_backwards=merge_backward,
+            max_active_stages=max_active_stages if unshard else None,
+            reduce=reduce,
+            defer_receives=defer_receives,
+            look_ahead=look_ahead,
+        ):
+            lowered, turns = run_pass(table_of(lowered), turns)
         if verify:
-            actions = verify_change(actions, lowered, lowering.touched, model=model or lowering.safe_under, turns=turns)
-        else:
-            actions = table_of(lowered)
-    return actions.schedule
+            safe_under = WITHOUT_LANES if defer_receives else DEFAULT_MODEL
+            verify_actions(table_of(lowered), model=model or safe_under, turns=turns)
+    except ScheduleError:
+        if verify:
+            prove(schedule)  # raises if the input is to blame, and reports the steps of the input
+        raise
+    return lowered
 
 
-class _Lowering(NamedTuple):
-    """A pass that adds to the compute actions without changing them.
-
-    Attributes:
-        run: the pass; takes and returns a schedule and, if it knows them, turns that prove the absence of deadlock.
-        touched: the types of actions that it adds or moves; all others must stay unchanged.
-        safe_under: the strictest communication model that its result is safe under.
-    """
-
-    run: Pass
-    touched: frozenset[ComputationType]
-    safe_under: CommModel = DEFAULT_MODEL
-
-
-def _lowerings(
-    *, max_active_stages: int | None, reduce: bool, defer_receives: bool, look_ahead: int | None
-) -> Iterator[_Lowering]:
+def _passes(
+    *, merge_backwards: bool, max_active_stages: int | None, reduce: bool, defer_receives: bool, look_ahead: int | None
+) -> Iterator[Pass]:
+    """Yield the passes; each takes and returns, if it knows them, turns that prove the absence of deadlock."""
+    if merge_backwards:
+        yield _without_turns(merge_backward)
+    # The gradients of a stage are reduced before it is resharded, where both happen at the same position.
+    additions: list[Callable[[ActionTable], Additions]] = [find_reductions] if reduce else []
     if max_active_stages is not None:
-        unsharded = partial(unshard_reshard, max_active_stages=max_active_stages)
-        yield _Lowering(_without_turns(unsharded), frozenset({UNSHARD, RESHARD}))
-    if reduce:
-        yield _Lowering(_without_turns(reduce_gradients), frozenset({REDUCE_GRAD}))
-    yield _Lowering(lambda actions, _: send_receive_with_turns(actions), frozenset(TRANSFER_TYPES))
+        additions.append(partial(find_sharding, max_active_stages=max_active_stages))
+    if additions:
+        yield _without_turns(lambda actions: insert(actions, *[find(actions) for find in additions]))
+    yield lambda actions, _: send_receive_with_turns(actions)
     if defer_receives:
-        yield _Lowering(partial(defer_with_turns, look_ahead=look_ahead), frozenset({RECV_F, RECV_B}), WITHOUT_LANES)
-
-
-def _merge_backwards(actions: ActionTable, *, verify: bool) -> ActionTable:
-    merged = merge_backward(actions)
-    return verify_structure(merged) if verify else table_of(merged)
+        yield partial(defer_with_turns, look_ahead=look_ahead)
 
 
 def _without_turns(run: Callable[[ActionTable], Schedule]) -> Pass:

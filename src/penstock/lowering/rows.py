@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,14 +41,30 @@ def with_actions(schedule: Schedule, codes: Codes, ranks: NDArray[np.signedinteg
     return schedule.with_codes(codes, ranks.searchsorted(np.arange(schedule.ranks + 1, dtype=ranks.dtype)))
 
 
-def insert(actions: ActionTable, positions: Positions, codes: Codes, ranks: Positions) -> Schedule:
-    """Insert actions before these positions, on these ranks; they are in order."""
-    schedule, after = actions.schedule, positions + np.arange(len(positions))
-    stays = np.ones(len(actions) + len(positions), bool)
+class Additions(NamedTuple):
+    """Actions to insert into a schedule.
+
+    Attributes:
+        positions: the position of the action that each is inserted before.
+        codes: the packed actions.
+        ranks: the rank of each.
+    """
+
+    positions: Positions
+    codes: Codes
+    ranks: Positions
+
+
+def insert(actions: ActionTable, *additions: Additions) -> Schedule:
+    """Insert actions; of several at the same position, those of the first argument come first."""
+    positions, codes, ranks = map(np.concatenate, zip(*additions, strict=True))
+    order = positions.argsort(kind="stable")
+    schedule, after = actions.schedule, positions[order] + np.arange(len(order))
+    stays = np.ones(len(actions) + len(order), bool)
     stays[after] = False
     every = np.empty(len(stays), np.int64)
-    every[after], every[stays] = codes, actions.codes
-    return schedule.with_codes(every, schedule.offsets + ranks.searchsorted(np.arange(schedule.ranks + 1)))
+    every[after], every[stays] = codes[order], actions.codes
+    return schedule.with_codes(every, schedule.offsets + ranks[order].searchsorted(np.arange(schedule.ranks + 1)))
 
 
 def cell_ends(actions: ActionTable, positions: Positions) -> Positions:

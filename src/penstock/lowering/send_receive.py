@@ -56,7 +56,7 @@ def send_receive_with_turns(schedule: Schedule | ActionTable) -> tuple[Schedule,
     offsets = actions.offsets + transfers.sent + transfers.received
     latest = (int(rounds.max(initial=0)) + 1) * actions.schedule.ranks * (transfers.most_at_once + 1)
     codes = np.empty(offsets[-1], np.int64)
-    turns = np.empty(offsets[-1], np.int32 if latest <= np.iinfo(np.int32).max else np.int64)
+    turns = np.empty(offsets[-1], index_dtype(int(offsets[-1])) if latest < 2**31 else np.int64)
     for ranks in row_blocks(offsets.tolist()):
         within = slice(offsets[ranks.start], offsets[ranks.stop])
         codes[within], turns[within] = _rows(actions, rounds, transfers, ranks)

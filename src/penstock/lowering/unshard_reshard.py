@@ -10,18 +10,15 @@ from penstock.graph.active_stages import active_stage_changes
 from penstock.ir import packed
 from penstock.ir.actions import RESHARD, UNSHARD
 from penstock.ir.numbers import whole_number
-from penstock.lowering.rows import cell_ends, insert, last_of_each_stage, table_of
+from penstock.lowering.rows import Additions, cell_ends, insert, last_of_each_stage, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.graph.action_table import ActionTable, Positions
+    from penstock.graph.action_table import ActionTable
     from penstock.ir.actions import ComputationType
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
-
-    #: The actions to insert: before which positions, their codes, and their ranks.
-    Additions = tuple[Positions, Codes, Positions]
 
 
 def unshard_reshard(schedule: Schedule | ActionTable, max_active_stages: int = 3) -> Schedule:
@@ -31,9 +28,14 @@ def unshard_reshard(schedule: Schedule | ActionTable, max_active_stages: int = 3
     >>> unshard_reshard(Schedule([["0F0", "1F0", "1B0", "0B0"]]), max_active_stages=1).actions[0]
     (0UNSHARD, 0F0, 0RESHARD, 1UNSHARD, 1F0, 1B0, 1RESHARD, 0UNSHARD, 0B0, 0RESHARD)
     """
-    max_active_stages = whole_number("max_active_stages", max_active_stages, least=1)
     actions = table_of(schedule)
-    return insert(actions, *(_all_at_once(actions, max_active_stages) or _rank_by_rank(actions, max_active_stages)))
+    return insert(actions, find_sharding(actions, max_active_stages))
+
+
+def find_sharding(actions: ActionTable, max_active_stages: int) -> Additions:
+    """Find where every UNSHARD and RESHARD belongs."""
+    limit = whole_number("max_active_stages", max_active_stages, least=1)
+    return _all_at_once(actions, limit) or _rank_by_rank(actions, limit)
 
 
 def _all_at_once(actions: ActionTable, limit: int) -> Additions | None:
@@ -43,14 +45,16 @@ def _all_at_once(actions: ActionTable, limit: int) -> Additions | None:
     """
     positions = np.arange(len(actions))
     last, first = last_of_each_stage(actions, positions), last_of_each_stage(actions, positions[::-1])
-    ends = cell_ends(actions, last)
-    if np.bincount(actions.rank[first]).max(initial=0) > limit or (ends[1:] == ends[:-1]).any():
+    ends, ranks = cell_ends(actions, last), actions.rank[first]
+    if np.bincount(ranks).max(initial=0) > limit or (ends[1:] == ends[:-1]).any():
         return None
-    ranks = np.concatenate([actions.rank[last], actions.rank[first]])
-    positions = np.concatenate([ends, actions.schedule.offsets[actions.rank[first]]])
-    codes = [packed.pack(actions.stage[last], RESHARD, None), packed.pack(actions.stage[first], UNSHARD, None)]
-    order = np.lexsort([ranks, positions])  # the end of a row comes before the beginning of the next
-    return positions[order], np.concatenate(codes)[order], ranks[order]
+    # The end of a row comes before the beginning of the next.
+    codes = [packed.pack(actions.stages_at(which), kind, None) for which, kind in ((last, RESHARD), (first, UNSHARD))]
+    return Additions(
+        np.concatenate([ends, actions.schedule.offsets[ranks]]),
+        np.concatenate(codes),
+        np.concatenate([actions.rank[last], ranks]),
+    )
 
 
 def _rank_by_rank(actions: ActionTable, limit: int) -> Additions:
@@ -60,8 +64,7 @@ def _rank_by_rank(actions: ActionTable, limit: int) -> Additions:
         for rank in range(schedule.ranks)
         for position, stage, kind in _changes(schedule.codes_of(rank), limit)
     ]
-    positions, codes, ranks = np.array(added, np.int64).reshape(-1, 3).T
-    return positions, codes, ranks
+    return Additions(*np.array(added, np.int64).reshape(-1, 3).T)
 
 
 def _changes(codes: Codes, limit: int) -> Iterator[tuple[int, int, ComputationType]]:

@@ -8,8 +8,7 @@ from penstock.errors import ModelError, ScheduleError, SizeError, VerificationEr
 from penstock.graph.action_table import ActionTable, is_too_sparse
 from penstock.graph.comm_model import MODELS, CommModel
 from penstock.ir import packed
-from penstock.ir.actions import COMPUTE, FORWARD, REDUCE_GRAD, RESHARD, UNSHARD, Action
-from penstock.ir.dependencies import TRANSFER_TYPES
+from penstock.ir.actions import FORWARD, Action
 from penstock.ir.placement import first_gap
 from penstock.ir.schedule import Schedule
 from penstock.verification.completeness import check_completeness, check_duplicates, check_placement
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from penstock.graph.action_table import Positions
-    from penstock.ir.actions import ComputationType
     from penstock.verification.findings import Problem
 
 #: The strictest behaviour that point-to-point communication in torch.distributed can show.
@@ -52,11 +50,13 @@ def check(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit:
     return _all_findings(ActionTable(schedule), model, memory_limit)
 
 
-def _all_findings(actions: ActionTable, model: CommModel, memory_limit: float | None = None) -> list[Finding]:
+def _all_findings(
+    actions: ActionTable, model: CommModel, memory_limit: float | None = None, turns: Positions | None = None
+) -> list[Finding]:
     if is_too_sparse(actions.schedule):
         return [_sparse_finding(actions.schedule)]
     problems = collect(_structure(actions))
-    problems += collect([check_deadlock(actions, model, only_problem=not problems)])
+    problems += collect([check_deadlock(actions, model, turns, only_problem=not problems)])
     if memory_limit is not None:
         problems += collect([check_memory(actions, memory_limit)])
     return report(problems)
@@ -67,56 +67,23 @@ def verify(schedule: Schedule, *, model: CommModel = DEFAULT_MODEL, memory_limit
     _raise_if_any(schedule, check(schedule, model=model, memory_limit=memory_limit))
 
 
-def verify_structure(schedule: Schedule) -> ActionTable:
-    """Verify everything but the absence of deadlock, for callers that prove that themselves.
-
-    Return the action table, so that callers need not build it again.
-    """
+def verify_structure(schedule: Schedule) -> None:
+    """Verify everything but the absence of deadlock, for callers that prove that themselves."""
     _check_arguments(schedule, DEFAULT_MODEL, None)
-    actions = ActionTable(schedule)
-    _raise_if_any(
-        schedule, [_sparse_finding(schedule)] if is_too_sparse(schedule) else report(collect(_structure(actions)))
-    )
-    return actions
+    sparse = is_too_sparse(schedule)
+    findings = [_sparse_finding(schedule)] if sparse else report(collect(_structure(ActionTable(schedule))))
+    _raise_if_any(schedule, findings)
 
 
-def verify_change(
-    before: ActionTable,
-    after: Schedule,
-    touched: frozenset[ComputationType],
-    *,
-    model: CommModel = DEFAULT_MODEL,
-    turns: Positions | None = None,
-) -> ActionTable:
-    """Verify a schedule that differs from a verified one only in actions of the ``touched`` types.
-
-    Repeats only the checks that these types can affect, or all of them if anything else has changed. Returns the action
-    table of the new schedule.
+def verify_actions(actions: ActionTable, *, model: CommModel = DEFAULT_MODEL, turns: Positions | None = None) -> None:
+    """Verify a schedule by its action table, for callers that have one.
 
     Args:
-        before: the schedule that is already verified.
-        after: the schedule to verify.
-        touched: the types of the actions that were added or moved.
+        actions: the action table of the schedule.
         model: how communication behaves.
         turns: a witness that there is no deadlock, see ``check_deadlock``.
     """
-    actions = before.extended_to(after, touched) if touched.isdisjoint(COMPUTE) else None
-    if actions is None:
-        actions = ActionTable(after)
-        _raise_if_any(after, _all_findings(actions, model))
-        return actions
-    problems = [check_placement(actions)]
-    if touched & {UNSHARD, RESHARD}:
-        problems.append(check_sharding(actions))
-    if REDUCE_GRAD in touched:
-        problems.append(check_reductions(actions))
-    if not touched.isdisjoint(TRANSFER_TYPES):
-        problems += [check_duplicates(actions), check_transfers(actions)]
-    wrong = collect(problems)
-    if not touched.isdisjoint(TRANSFER_TYPES):
-        wrong += check_deadlock(actions, model, turns, only_problem=not wrong)
-    _raise_if_any(after, report(wrong))
-    return actions
+    _raise_if_any(actions.schedule, _all_findings(actions, model, turns=turns))
 
 
 def safe_models(schedule: Schedule) -> dict[CommModel, bool]:
