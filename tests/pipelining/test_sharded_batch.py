@@ -147,6 +147,41 @@ def test_what_cannot_be_split_into_the_same_microbatches_is_refused(workers, sam
     workers.run(refuse, samples, given, expected, message, ranks=2)
 
 
+def refuse_later(rank, ranks, *, group):
+    """Later steps of a schedule are held to the sharding of its first one."""
+    tp = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    x, whole = (distribute_tensor(numbers(1, 8, WIDTH), tp, [placement]) for placement in (SHARDED, WHOLE))
+    parts = [distribute_tensor(part, tp, [SHARDED]) for part in numbers(1, 8, WIDTH).chunk(MICROBATCHES)]
+    pre_split = {"arg_mbs": [(part,) for part in parts], "target_mbs": parts}
+    alone = dist.new_group([rank], use_local_synchronization=True)
+
+    def schedule():
+        stage = PipelineStage(nn.Identity(), 0, 1, torch.device("cpu"), group=alone, get_mesh=lambda *_: tp)
+        return schedules.ScheduleGPipe(stage, MICROBATCHES)
+
+    def outputs(step):
+        return everything(step).tolist()
+
+    right = numbers(1, 8, WIDTH).tolist()
+    first = schedule()
+    assert outputs(first.step(x)) == right
+    assert outputs(first.step(x)) == right
+    with pytest.raises(MicrobatchError, match=r"this step's batch is split by the caller, but .* was in 2 shards"):
+        first.step(**pre_split)
+    with pytest.raises(
+        MicrobatchError, match=r"target has 8 samples, of which this rank holds all, but the batch of the first"
+    ):
+        first.step(x, target=whole)
+    second = schedule()
+    second.step(**pre_split)
+    with pytest.raises(MicrobatchError, match=r"batch is in 2 shards, but .* was split by the caller"):
+        second.step(x)
+
+
+def test_later_steps_are_held_to_the_sharding_of_the_first(workers):
+    workers.run(refuse_later, ranks=2)
+
+
 # In one process -------------------------------------------------------------------------------------------------------
 
 

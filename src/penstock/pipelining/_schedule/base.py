@@ -24,7 +24,14 @@ from penstock.pipelining._engine.programs import ProgramCache
 from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._stage.inference import StageInference
-from penstock.pipelining._stage.sharded_batch import check_samples, count_samples, has_dtensors, restore_order
+from penstock.pipelining._stage.metadata import _StageMeta
+from penstock.pipelining._stage.sharded_batch import (
+    check_same_sharding,
+    check_samples,
+    count_samples,
+    has_dtensors,
+    restore_order,
+)
 from penstock.pipelining._utils import InferenceMode
 
 if TYPE_CHECKING:
@@ -184,6 +191,7 @@ class _PipelineSchedule(ABC):
         for_backward = self._has_backward and not bwd_initialized
         if fwd_initialized and not for_backward:
             self._preparation.restore()
+            self._check_later_samples(stages)
             return fwd_initialized, bwd_initialized
         stages = sorted(stages, key=lambda stage: stage.stage_index)
         batch = next(iter(self._count_samples().values()), None)
@@ -201,6 +209,8 @@ class _PipelineSchedule(ABC):
             if hasattr(stage, "_post_metadata_inference_cleanup"):
                 stage._post_metadata_inference_cleanup()
         self._preparation = NegotiatedState(stages)
+        metas = (getattr(stage, "_stage_meta", None) for stage in stages)
+        self._has_dtensors = any(isinstance(meta, _StageMeta) and meta.has_dtensors() for meta in metas)
         return True, bwd_initialized or for_backward
 
     #: Whether a step has failed while messages were on their way to this rank.
@@ -211,8 +221,10 @@ class _PipelineSchedule(ABC):
     _next_microbatches: tuple[list[Any], list[Any]] = ([], [])
     #: The batch of the step that begins, and the target, if they are not split yet.
     _whole: tuple[Any, Any, Any] | None = None
-    #: The samples of the batch; None if it was split by the user.
+    #: The samples of the batch for which stages were prepared; None if the user split it.
     _batch_samples: Samples | None = None
+    #: Whether DTensors go into or out of a stage of this rank.
+    _has_dtensors = False
 
     def _count_samples(self) -> dict[str, Samples]:
         """Count the samples of what this rank splits, the batch first."""
@@ -221,6 +233,17 @@ class _PipelineSchedule(ABC):
         specs = self._args_chunk_spec, self._kwargs_chunk_spec, upstream_names()._TARGET_CHUNK_SPEC
         named = zip(("args", "kwargs", "target"), self._whole, specs, strict=True)
         return {place: samples for each in named for place, samples in count_samples(*each).items()}
+
+    def _check_later_samples(self, stages: list[Any]) -> None:
+        """Hold the batch of a later step to what ranks agreed on; without DTensors samples have one order."""
+        agreed = self._batch_samples
+        target = None if self._whole is None else self._whole[2]
+        if not self._has_dtensors and (agreed is None or agreed.is_whole) and not has_dtensors(target):
+            return
+        counts = self._count_samples()
+        if any(stage.is_first for stage in stages):
+            check_same_sharding(next(iter(counts.values()), None), agreed)
+        check_samples(counts, agreed, self._n_microbatches)
 
     def _prepare_forwards(self, stages: list[Any], args: Any, kwargs: Any) -> None:
         passed: Any = None

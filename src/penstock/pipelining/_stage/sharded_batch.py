@@ -97,6 +97,32 @@ def check_samples(counts: Mapping[str, Samples], batch: Samples | None, microbat
         known.setdefault(name, samples)
 
 
+def check_same_sharding(batch: Samples | None, agreed: Samples | None) -> None:
+    """Refuse a later batch whose samples are in other microbatches than the rank of the last stage expects.
+
+    Args:
+        batch: the samples of the batch of this step; None if the user split it.
+        agreed: those of the batch for which the stages were prepared.
+    """
+    if _shards(batch) != _shards(agreed):
+        raise _ChunkValueError(
+            f"this step's batch is {_describe_sharding(batch)}, but the batch for which the stages were prepared was "
+            f"{_describe_sharding(agreed)}, so outputs and targets would be of other samples; use a second schedule "
+            "for batches of the other form",
+            name="args",
+        )
+
+
+def _shards(samples: Samples | None) -> int | None:
+    return None if samples is None else samples.total // max(samples.local, 1)
+
+
+def _describe_sharding(samples: Samples | None) -> str:
+    if samples is None:
+        return "split by the caller"
+    return "not sharded" if samples.is_whole else f"in {_shards(samples)} shards"
+
+
 def _gives_equal_parts(samples: Samples, microbatches: int) -> bool:
     return samples.local > 0 and samples.local % microbatches == 0 and samples.total % samples.local == 0
 
