@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.errors import (
         ActionError,
         CostsError,
+        EdgeError,
         FormatError,
         MetadataError,
         MicrobatchError,
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
         ScheduleError,
         ScheduleSyntaxError,
         SizeError,
+        SplitError,
         StageError,
         StepError,
+        TraceError,
         TransportError,
         UnknownScheduleError,
         VerificationError,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     )
     from penstock.graph.comm_model import LANES, CommModel
     from penstock.ir.actions import Action, ComputationType
+    from penstock.ir.edges import Edge
     from penstock.ir.formats import read
     from penstock.ir.placement import Placement
     from penstock.ir.schedule import Schedule
@@ -61,6 +65,8 @@ _HOMES = {
     "ComputationType": "penstock.ir.actions",
     "Costs": "penstock.simulation.costs",
     "CostsError": "penstock.errors",
+    "Edge": "penstock.ir.edges",
+    "EdgeError": "penstock.errors",
     "Finding": "penstock.verification.findings",
     "FormatError": "penstock.errors",
     "LANES": "penstock.graph.comm_model",
@@ -77,9 +83,11 @@ _HOMES = {
     "ScheduleError": "penstock.errors",
     "ScheduleSyntaxError": "penstock.errors",
     "SizeError": "penstock.errors",
+    "SplitError": "penstock.errors",
     "StageError": "penstock.errors",
     "StepError": "penstock.errors",
     "Timeline": "penstock.simulation.timeline",
+    "TraceError": "penstock.errors",
     "TransportError": "penstock.errors",
     "UnknownScheduleError": "penstock.errors",
     "VerificationError": "penstock.errors",
@@ -103,6 +111,8 @@ __all__ = [
     "ComputationType",
     "Costs",
     "CostsError",
+    "Edge",
+    "EdgeError",
     "Finding",
     "FormatError",
     "MetadataError",
@@ -118,9 +128,11 @@ __all__ = [
     "ScheduleError",
     "ScheduleSyntaxError",
     "SizeError",
+    "SplitError",
     "StageError",
     "StepError",
     "Timeline",
+    "TraceError",
     "TransportError",
     "UnknownScheduleError",
     "VerificationError",

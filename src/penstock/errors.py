@@ -6,6 +6,7 @@
     ├── ScheduleError            a value that cannot be part of a schedule      (also a ValueError)
     │   ├── ActionError            an Action with inconsistent fields
     │   ├── PlacementError         a stage on two ranks, or on none
+    │   ├── EdgeError              an edge that goes backwards, or to a stage that does not exist
     │   ├── SizeError              ranks=0, or three stages per rank where two are required
     │   ├── ModelError             an unknown communication model
     │   └── VerificationError      a schedule that would not run correctly; holds the findings
@@ -14,6 +15,8 @@
     ├── ReadError                text or a file that cannot be parsed           (also a ValueError)
     │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
     │   └── FormatError            a file that is damaged, too new, or does not match its suffix
+    ├── SplitError               a model that cannot be split as requested      (also a ValueError)
+    │   └── TraceError             a model that cannot be traced                  (also a RuntimeError)
     ├── WriteError               a file that cannot be written as requested     (also a ValueError)
     └── RunError                 a failure while a pipeline is set up or run    (also a RuntimeError)
         ├── StageError             stages that do not match the schedule, or each other
@@ -70,6 +73,10 @@ class PlacementError(ScheduleError):
         super().__init__(message)
         self.stage = stage
         self.places = tuple(places)
+
+
+class EdgeError(ScheduleError):
+    """An edge goes backwards, or to a stage that does not exist."""
 
 
 class SizeError(ScheduleError):
@@ -198,6 +205,22 @@ class ScheduleSyntaxError(ReadError):
 
 class FormatError(ReadError):
     """A file is damaged, too new, unreadable, or does not match its suffix."""
+
+
+class SplitError(PenstockError, ValueError):
+    """A model cannot be split as requested.
+
+    Attributes:
+        unit: the name of the module or parameter in question, if it is a single one.
+    """
+
+    def __init__(self, message: str, *, unit: str | None = None) -> None:
+        super().__init__(message)
+        self.unit = unit
+
+
+class TraceError(SplitError, RuntimeError):
+    """A model cannot be traced."""
 
 
 class WriteError(PenstockError, ValueError):
