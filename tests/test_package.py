@@ -44,6 +44,7 @@ PUBLIC = [
     "SplitError",
     "StageError",
     "StepError",
+    "Tie",
     "Timeline",
     "TraceError",
     "TransportError",

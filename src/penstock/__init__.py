@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         VerificationError,
         WriteError,
     )
+    from penstock.execution.ties import Tie
     from penstock.graph.comm_model import LANES, CommModel
     from penstock.ir.actions import Action, ComputationType
     from penstock.ir.edges import Edge
@@ -86,6 +87,7 @@ _HOMES = {
     "SplitError": "penstock.errors",
     "StageError": "penstock.errors",
     "StepError": "penstock.errors",
+    "Tie": "penstock.execution.ties",
     "Timeline": "penstock.simulation.timeline",
     "TraceError": "penstock.errors",
     "TransportError": "penstock.errors",
@@ -131,6 +133,7 @@ __all__ = [
     "SplitError",
     "StageError",
     "StepError",
+    "Tie",
     "Timeline",
     "TraceError",
     "TransportError",
