@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from penstock.errors import MetadataError
+from penstock.execution.framing import MAX_BYTES, VERSION
 from penstock.execution.trees import TENSOR
 from penstock.execution.value_spec import TensorSpec, ValueSpec, as_wire, describe, flatten, mismatch
 from penstock.execution.wire_format import (
     CODES,
     DTYPES,
     HEADER_BYTES,
-    MAX_BYTES,
-    VERSION,
     decode,
     encode,
     header_tensor,
@@ -343,9 +342,9 @@ def test_the_bytes_do_not_change():
     """What one penstock writes, another of the same version must read."""
     data = encode(describe({"h": torch.ones(2, 3, requires_grad=True), "n": [None, True, -2, 0.5, "é"]}))
     assert data.hex() == (
-        "50454e530200"  # PENS, version 2
+        "50454e530300"  # PENS, version 3
         "65000000"  # 101 bytes
-        "473917d4"  # checksum
+        "5e23d985"  # checksum
         "0902000000"  # a dict of two
         "0100000068"  # 'h'
         "06000102"  # tensor: float32, requires_grad, two dimensions
@@ -442,7 +441,7 @@ TWO_TENSORS = b"\x07\2\0\0\0" + 2 * tensor_body([2], [1])
     [
         (b"", "0 bytes are too few"),
         (sealed(b"\0", magic=b"NOPE"), "starts with b'PENS', not b'NOPE'"),
-        (sealed(b"\0", version=1), "version 1, but this penstock reads 2"),
+        (sealed(b"\0", version=1), "version 1, but this penstock reads 3"),
         (sealed(b""), "cannot have 14 bytes"),
         (struct.pack("<4sHII", b"PENS", VERSION, MAX_BYTES + 1, 0), f"cannot have {MAX_BYTES + 1} bytes"),
         (sealed(b"\0")[:-1] + b"\1", "checksum"),

@@ -1,13 +1,12 @@
 """Losses on every rank are those that the last stage has."""
 
-import struct
-
 import pytest
 import torch
 from torch import nn
 
 import penstock as ps
 from penstock.errors import MetadataError
+from penstock.execution.framing import frame, join_parts
 from penstock.execution.value_spec import describe
 from penstock.execution.wire_format import encode
 from penstock.runtime import Pipeline, run_in_threads
@@ -60,7 +59,16 @@ def test_losses_of_different_kinds():
     ],
 )
 def test_what_cannot_be_losses_is_refused(described):
-    description = encode(describe(described))
-    data = struct.pack("<I", len(description)) + description + bytes(8)
     with pytest.raises(MetadataError, match=r"could not decode"):
-        _read(data, torch.device("cpu"))
+        _read(join_parts([encode(describe(described)), bytes(8)]), torch.device("cpu"))
+
+
+def test_damaged_losses_are_refused():
+    data = bytearray(_written([torch.tensor(0.5), torch.tensor(0.25)]))
+    data[-1] ^= 1
+    with pytest.raises(MetadataError, match=r"checksum mismatch"):
+        _read(bytes(data), torch.device("cpu"))
+    with pytest.raises(MetadataError, match=r"could not decode"):
+        _read(join_parts([]), torch.device("cpu"))
+    with pytest.raises(MetadataError, match=r"ends too early"):
+        _read(frame(bytes(2)), torch.device("cpu"))

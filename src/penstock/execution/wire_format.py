@@ -1,7 +1,7 @@
 """Encodes specs of what crosses an edge as bytes, for the stage at the other end.
 
-A small format with version, length and checksum. Whatever a peer sends, decoding gives a description or a
-``MetadataError``; nothing is unpickled.
+They go in frames (``framing.py``) with version, length and checksum. Whatever a peer sends, decoding gives a
+description or a ``MetadataError``; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.errors import MetadataError
+from penstock.execution.framing import CHECKSUM, frame, read_length, unframe
 from penstock.execution.trees import DEEPEST, TENSOR, Branch, Constant, Structure, TensorLeaf, branch
 from penstock.execution.value_spec import TensorSpec, ValueSpec
 
@@ -24,9 +25,7 @@ if TYPE_CHECKING:
     from penstock.execution.shared_memory import Groups
 
 
-# The format, version 2, little endian:
-#
-#   magic "PENS" · version u16 · length of all u32 · crc32 of all but itself u32 · node · shared
+# The body of a frame, little endian: node · shared
 #
 #   node    tag u8, then by tag
 #     0 None   1 False   2 True   3 int i64   4 float f64   5 str text
@@ -35,16 +34,10 @@ if TYPE_CHECKING:
 #   text    length u32 · UTF-8
 #   shared  count u32 · (count u32 · number of a tensor u32...)...: which tensors share memory
 
-MAGIC = b"PENS"
-VERSION = 2
-MAX_BYTES = 1 << 24
 MAX_NODES = 1 << 16
 MOST_DIMENSIONS = 64
 LARGEST_TENSOR = 1 << 62
 
-START = struct.Struct("<4sHI")
-CHECKSUM = struct.Struct("<I")
-START_BYTES = START.size + CHECKSUM.size
 COUNT = struct.Struct("<I")
 INTEGER = struct.Struct("<q")
 REAL = struct.Struct("<d")
@@ -92,44 +85,18 @@ def encode(meta: ValueSpec) -> bytes:
     body = bytearray()
     _write(meta.structure, iter(meta.tensors), body)
     _write_groups(meta.shared, body)
-    length = START_BYTES + len(body)
-    if length > MAX_BYTES:
-        raise MetadataError(f"a description of {length} bytes is too long to send; the limit is {MAX_BYTES}")
-    start = START.pack(MAGIC, VERSION, length)
-    return start + CHECKSUM.pack(zlib.crc32(body, zlib.crc32(start))) + body
+    return frame(body)
 
 
 @lru_cache(maxsize=256)  # the same few shapes recur
 def decode(data: bytes) -> ValueSpec:
     """Decode a description. Any other bytes raise a ``MetadataError``."""
-    length = _read_length(data)
-    if length != len(data):
-        raise MetadataError(f"the description should have {length} bytes, but has {len(data)}")
-    (checksum,) = CHECKSUM.unpack_from(data, START.size)
-    if checksum != zlib.crc32(data[START_BYTES:], zlib.crc32(data[: START.size])):
-        raise MetadataError("checksum mismatch in the description")
-    reader = _Reader(data, START_BYTES)
+    reader = _Reader(unframe(data))
     structure = reader.node(0)
     shared = reader.groups()
-    if reader.at != len(data):
-        raise MetadataError(f"{len(data) - reader.at} bytes follow the end of the description")
+    if left := len(reader.data) - reader.at:
+        raise MetadataError(f"{left} bytes follow the end of the description")
     return ValueSpec(structure, tuple(reader.tensors), shared)
-
-
-def _read_length(data: bytes) -> int:
-    """Read the total length from these first bytes."""
-    if len(data) < START_BYTES:
-        raise MetadataError(f"{len(data)} bytes are too few for a description")
-    magic, version, length = START.unpack_from(data)
-    if magic != MAGIC:
-        raise MetadataError(f"a description starts with {MAGIC!r}, not {magic!r}")
-    if version != VERSION:
-        raise MetadataError(
-            f"the description has version {version}, but this penstock reads {VERSION}; use one version on all ranks"
-        )
-    if not START_BYTES < length <= MAX_BYTES:
-        raise MetadataError(f"a description cannot have {length} bytes")
-    return int(length)
 
 
 def _write(structure: Structure, tensors: Iterator[TensorSpec], into: bytearray) -> None:
@@ -188,9 +155,9 @@ def _write_groups(groups: Groups, into: bytearray) -> None:
 class _Reader:
     """Reads one description from the front to the back, and trusts nothing in it."""
 
-    def __init__(self, data: bytes, at: int) -> None:
+    def __init__(self, data: bytes) -> None:
         self.data = data
-        self.at = at
+        self.at = 0
         self.nodes = 0
         self.tensors: list[TensorSpec] = []
 
@@ -317,7 +284,7 @@ def read_header(header: torch.Tensor, overflow: torch.Tensor | None = None) -> V
     """Decode the description in a header; or, if it is longer, return how many bytes of overflow to receive."""
     data = _bytes(header)
     begin, checksum = data[:HEADER_CAPACITY], data[HEADER_CAPACITY:]
-    length = _read_length(begin)
+    length = read_length(begin)
     # A wrong length must not get through: receiving less than was sent would end the process.
     if checksum != CHECKSUM.pack(zlib.crc32(begin)):
         raise MetadataError("checksum mismatch in the header")

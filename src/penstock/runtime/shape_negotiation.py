@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.dry_run import Call, find_changes, find_output
+from penstock.execution.framing import decode_numbers, encode_numbers, join_parts, split_parts
 from penstock.execution.microbatch_kinds import Kinds, find_kinds
 from penstock.execution.value_spec import ValueSpec, describe, mismatch
 from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
     from penstock.execution.stage import Stage
     from penstock.runtime.transport.protocol import Transport
 
-_COUNT: Final = struct.Struct("<I")
 #: By the stage that an edge comes from: what each microbatch looks like.
 Metas = dict[int, list[ValueSpec]]
 
@@ -95,23 +93,27 @@ def specs_from_examples(
 def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
     """Find the last stage of the pipeline that modifies its inputs in place; 0 if none does. All ranks call it."""
     mine = max((index for index, stage in stages.items() if stage.changes_inputs), default=0)
-    reports = transport.exchange(_COUNT.pack(mine))
-    damaged = [rank for rank, data in enumerate(reports) if len(data) != _COUNT.size]
-    if damaged:
-        raise MetadataError(f"could not decode which stages of rank {damaged[0]} modify their inputs")
-    return max(int(index) for data in reports for index in _COUNT.unpack(data))
+    reports: list[int] = []
+    for rank, data in enumerate(transport.exchange(encode_numbers([mine]))):
+        try:
+            (last,) = decode_numbers(data)
+        except (ValueError, MetadataError) as damage:
+            message = f"could not decode which stages of rank {rank} modify their inputs: {damage}"
+            raise MetadataError(message) from damage
+        reports.append(last)
+    return max(reports)
 
 
 def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -> int:
     """Check that the ranks at both ends of each edge were given the same; return the first trained stage."""
-    mine = [part for stage, meta in sorted(metas.items()) for part in (_COUNT.pack(stage), encode(meta))]
-    for rank, data in enumerate(transport.exchange(_joined([_COUNT.pack(trained), *mine]))):
+    mine = join_parts([encode_numbers([trained, *sorted(metas)]), *(encode(metas[stage]) for stage in sorted(metas))])
+    for rank, data in enumerate(transport.exchange(mine)):
         try:
-            first, *parts = _parts(data)
-            trained = min(trained, *_COUNT.unpack(first))
-            pairs = zip(parts[::2], parts[1::2], strict=True)
-            theirs = {_COUNT.unpack(stage)[0]: decode(meta) for stage, meta in pairs}
-        except (ValueError, struct.error, MetadataError) as damage:
+            numbers, *parts = split_parts(data)
+            first, *described = decode_numbers(numbers)
+            trained = min(trained, first)
+            theirs = dict(zip(described, map(decode, parts), strict=True))
+        except (ValueError, MetadataError) as damage:
             raise MetadataError(f"could not decode rank {rank}'s example shapes: {damage}") from damage
         for stage in sorted(metas.keys() & theirs.keys()):
             error = mismatch(
@@ -137,16 +139,7 @@ def _differentiable(dtype: torch.dtype) -> bool:
 
 
 def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[ValueSpec]) -> bytes:
-    data = _joined([_numbers(kinds), _numbers(samples or ()), *map(encode, metas)])
-    return _COUNT.pack(zlib.crc32(data)) + data
-
-
-def _numbers(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}I", *numbers)
-
-
-def _joined(parts: Sequence[bytes]) -> bytes:
-    return b"".join(_COUNT.pack(len(part)) + part for part in parts)
+    return join_parts([encode_numbers(kinds), encode_numbers(samples or ()), *map(encode, metas)])
 
 
 def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[ValueSpec]]:
@@ -162,26 +155,11 @@ def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[
 
 
 def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[ValueSpec]]:
-    if len(data) < _COUNT.size or _COUNT.unpack_from(data)[0] != zlib.crc32(data[_COUNT.size :]):
-        raise MetadataError("checksum mismatch")
-    parts = list(_parts(data[_COUNT.size :]))
-    if len(parts) < 3 or len(parts[0]) % _COUNT.size or len(parts[1]) % _COUNT.size:
-        raise MetadataError("the shape announcement could not be decoded; do all ranks run the same penstock version?")
-    kinds, samples = (tuple(number for (number,) in _COUNT.iter_unpack(part)) for part in parts[:2])
+    parts = split_parts(data)
+    if len(parts) < 3:
+        raise MetadataError(f"{len(parts)} parts are too few for an announcement of shapes")
+    kinds, samples = map(decode_numbers, parts[:2])
     metas = [decode(part) for part in parts[2:]]
     if set(kinds) != set(range(len(metas))):
         raise MetadataError(f"{len(metas)} kinds of microbatches were described, but others occur")
     return kinds, samples, metas
-
-
-def _parts(data: bytes) -> Iterator[bytes]:
-    at = 0
-    while at < len(data):
-        if len(data) - at < _COUNT.size:
-            raise MetadataError("an announcement of shapes is cut off")
-        (length,) = _COUNT.unpack_from(data, at)
-        at += _COUNT.size
-        if len(data) - at < length:
-            raise MetadataError("an announcement of shapes is cut off")
-        yield data[at : at + length]
-        at += length

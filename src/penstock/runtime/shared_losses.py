@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.errors import MetadataError
+from penstock.execution.framing import join_parts, split_parts
 from penstock.execution.value_spec import describe
 from penstock.execution.wire_format import decode, encode
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from penstock.execution.value_spec import TensorSpec
     from penstock.runtime.transport.protocol import Transport
-
-_LENGTH: Final = struct.Struct("<I")
 
 
 def broadcast_losses(
@@ -39,15 +37,14 @@ def _written(losses: Sequence[torch.Tensor]) -> bytes:
     if not losses:
         return b""
     together = torch.stack([loss.detach().reshape(()) for loss in losses]).cpu()  # one wait for a device
-    description = encode(describe([together, *losses]))
-    return _LENGTH.pack(len(description)) + description + bytes(together.view(torch.uint8).tolist())
+    return join_parts([encode(describe([together, *losses])), bytes(together.view(torch.uint8).tolist())])
 
 
 def _read(data: bytes, device: torch.device) -> list[torch.Tensor]:
     if not data:
         return []
-    end = _LENGTH.size + (_LENGTH.unpack_from(data)[0] if len(data) >= _LENGTH.size else 0)
-    described, values = decode(data[_LENGTH.size : end]).tensors, data[end:]
+    description, values, *_ = *split_parts(data), b"", b""
+    described = decode(description).tensors if description else ()
     if not _fit(described, values):
         raise MetadataError("could not decode the losses that the last stage's rank sent")
     together, *each = described
