@@ -52,11 +52,11 @@ def test_the_runtime_sends_four_frames_below_step():
 
 def drop_in_frames(rank, ranks, name, *, group):
     from penstock.pipelining import PipelineStage, schedules
-    from penstock.pipelining._engine.stage_edges import GroupLink
+    from penstock.pipelining._engine.stage_links import GroupChannel
 
     seen = []
-    original = GroupLink.send
-    GroupLink.send = spied(original, seen)
+    original = GroupChannel.send
+    GroupChannel.send = spied(original, seen)
     try:
         stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), rank, ranks, torch.device("cpu"), group=group)]
         kind = schedules.get_schedule_class(name)
@@ -66,7 +66,7 @@ def drop_in_frames(rank, ranks, name, *, group):
         kwargs = {"target": torch.ones(8, WIDTH)} if rank == ranks - 1 else {}
         schedule.step(*args, **kwargs)
     finally:
-        GroupLink.send = original
+        GroupChannel.send = original
     return seen
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 import penstock as ps
+from penstock.execution.channel import Progress
 from penstock.execution.compiler import compile_program
-from penstock.execution.link import Progress
 from penstock.execution.messages import sent_by
 from penstock.execution.send_releases import find_releases
 from penstock.ir.actions import RECV_B, RECV_F

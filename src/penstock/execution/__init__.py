@@ -1,1 +1,1 @@
-"""Runs actions: programs, operations, edges, specs and the wire format. torch starts here."""
+"""Runs actions: programs, operations, links, specs and the wire format. torch starts here."""

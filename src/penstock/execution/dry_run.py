@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
 from penstock.execution.autograd import is_inplace_on_leaf
-from penstock.execution.edges import as_arguments
+from penstock.execution.links import as_arguments
 from penstock.execution.preserved_state import copy_as_leaves, preserved_state
 from penstock.execution.shared_memory import Kin, find_groups, has_memory
 from penstock.execution.trees import tensors_in

@@ -46,13 +46,13 @@ class Message(NamedTuple):
         return message_key(min(self.source, self.target), self.microbatch, microbatches, TRANSFERS.index(self.transfer))
 
 
-def message_key(edge: int, microbatch: int, microbatches: int, direction: int) -> int:
+def message_key(link: int, microbatch: int, microbatches: int, direction: int) -> int:
     """Number a message by the first of its two stages; activations (0) and gradients (1) alternate.
 
-    >>> message_key(edge=2, microbatch=5, microbatches=8, direction=1)
+    >>> message_key(link=2, microbatch=5, microbatches=8, direction=1)
     43
     """
-    return 2 * (edge * microbatches + microbatch) + direction
+    return 2 * (link * microbatches + microbatch) + direction
 
 
 def sent_by(action: Action) -> Message | None:

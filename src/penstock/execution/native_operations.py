@@ -1,4 +1,4 @@
-"""Builds the native operations of a rank: a function per action, bound once to its stages and their edges."""
+"""Builds the native operations of a rank: a function per action, bound once to its stages and their links."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.execution.edges import ABSENT, check_unchanged
+from penstock.execution.links import ABSENT, check_unchanged
 from penstock.execution.operation_set import run_in_sequence
 from penstock.execution.step import InFlight
 from penstock.ir.actions import (
@@ -27,15 +27,15 @@ from penstock.ir.actions import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.execution.edges import GiveGradients, Inbound, Outbound, TakeGradients
-    from penstock.execution.link import Progress
+    from penstock.execution.channel import Progress
+    from penstock.execution.links import GiveGradients, Inbound, Outbound, TakeGradients
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
     from penstock.ir.actions import Action, ComputationType
 
 
 class NativeOperations:
-    """Builds the operations of one rank: each stage works between two ends, and an edge is an end of both its stages.
+    """Builds the operations of one rank: each stage works between two ends, and a link is an end of both its stages.
 
     Attributes:
         stages: the stages of this rank.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
-    from penstock.execution.link import Progress
+    from penstock.execution.channel import Progress
 
 S = TypeVar("S")
 #: Runs an action, given the state of the step.

@@ -144,8 +144,8 @@ def _messages(table: ActionTable) -> _Messages:
         whole = ((received != NONE) & (used != NONE) & (table.rank[received] == table.rank[used])).nonzero()[0]
         slots, sent, received, used = slots[whole], sent[whole], received[whole], used[whole]
         stage, microbatch = slots // table.stride - 1, slots % table.stride - 1
-        edge = np.minimum(stage, stage + transfer.stage_offset)
-        key = 2 * (edge * table.microbatches + microbatch) + direction
+        link = np.minimum(stage, stage + transfer.stage_offset)
+        key = 2 * (link * table.microbatches + microbatch) + direction
         cells = (table.cell[places].astype(np.int64) for places in (sent, received, used))
         found.append((key, table.rank[sent], table.rank[received], *cells))
     return _Messages(*map(np.concatenate, zip(*found, strict=True)))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.link import Pending
+    from penstock.execution.channel import Pending
     from penstock.execution.shared_memory import Kin, SharedInputs
     from penstock.execution.training_check import TrainingCheck
     from penstock.execution.value_spec import ValueSpec
@@ -35,7 +35,7 @@ class InFlight(NamedTuple):
 class Step:
     """The state of one step on one rank.
 
-    Values between stages are kept by a key that names edge and microbatch, the rest by one that names stage and
+    Values between stages are kept by a key that names link and microbatch, the rest by one that names stage and
     microbatch. Operations pop what they use, so that it lives no longer than needed.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Specs of values and tensors that cross an edge between stages."""
+"""Specs of values and tensors that cross a link between stages."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def as_wire(tensor: torch.Tensor) -> torch.Tensor:
 def mismatch(
     agreed: ValueSpec, found: ValueSpec, *, sender: str, receiver: str, gradients: bool = True
 ) -> MetadataError | None:
-    r"""Describe how a value differs from what was agreed for its edge, as an error to raise; None if it does not.
+    r"""Describe how a value differs from what was agreed for its link, as an error to raise; None if it does not.
 
     >>> import re
     >>> agreed, found = describe(torch.ones(4, 128)), describe(torch.ones(4, 96))

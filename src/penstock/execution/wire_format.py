@@ -1,4 +1,4 @@
-"""Encodes specs of what crosses an edge as bytes, for the stage at the other end.
+"""Encodes specs of what crosses a link as bytes, for the stage at the other end.
 
 They go in frames (``framing.py``) with version, length and checksum. Whatever a peer sends, decoding gives a
 description or a ``MetadataError``; nothing is unpickled.

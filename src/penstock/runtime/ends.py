@@ -8,14 +8,14 @@ import torch
 
 from penstock.errors import StageError
 from penstock.execution.autograd import run_backward
-from penstock.execution.edges import ABSENT, FirstEnd, LastEnd
+from penstock.execution.links import ABSENT, FirstEnd, LastEnd
 from penstock.execution.shared_memory import find_groups, has_memory, watch_shared
 from penstock.execution.trees import flat_tuple, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.execution.edges import Give, GiveGradients, Take
+    from penstock.execution.links import Give, GiveGradients, Take
     from penstock.execution.shared_memory import SharedInputs
     from penstock.execution.stage import Stage
     from penstock.execution.step import Step

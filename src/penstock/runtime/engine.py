@@ -14,7 +14,7 @@ import torch
 
 from penstock.errors import StageError
 from penstock.execution.data_parallel import gradient_sharing, reductions_of
-from penstock.execution.edges import ABSENT
+from penstock.execution.links import ABSENT
 from penstock.execution.microbatches.merge import merge
 from penstock.execution.microbatches.split import is_presplit
 from penstock.execution.stage import device_of
@@ -40,7 +40,7 @@ from penstock.verification.check import verify as prove
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
 
-    from penstock.execution.link import Progress
+    from penstock.execution.channel import Progress
     from penstock.execution.native_operations import NativeOperations
     from penstock.execution.stage import Stage
     from penstock.ir.schedule import Schedule
@@ -212,12 +212,12 @@ class Engine:
     def prepare_training(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool
     ) -> Training:
-        """Prepare a training step; the first time, all ranks agree on what goes over the edges."""
+        """Prepare a training step; the first time, all ranks agree on what goes over the links."""
         if torch.is_inference_mode_enabled():
             raise StageError(
                 "step() computes gradients, so it cannot run under torch.inference_mode(); call eval() instead"
             )
-        varying = self.programs.edges is None or self._shapes == PER_MICROBATCH
+        varying = self.programs.links is None or self._shapes == PER_MICROBATCH
         batch = self.batches.of_step(args, kwargs, target, varying=varying)
         program: Runnable = self.programs.training(batch, self.customize)
         inputs = DetachedInputs(batch.args, batch.kwargs)

@@ -65,7 +65,7 @@ class Pipeline:
             of the last stage if the schedule has backwards.
         group: the process group of the pipeline, one process for each rank; by default the default group.
         transport: what to run on instead of a process group, e.g. one that ``run_in_threads`` passes.
-        shapes: ``"inferred"``: what goes over the edges is found once, by a dry run in the first step;
+        shapes: ``"inferred"``: what goes over the links is found once, by a dry run in the first step;
             ``"per_microbatch"``: it may vary, and is described with every microbatch; or an example of the output of
             each stage, by its index.
         loss_reduction: ``"mean"``, ``"sum"`` or ``"weighted"``: what ``loss_fn`` computes for a microbatch, so that

@@ -1,4 +1,4 @@
-"""Builds the programs of one rank and the edges that they use, when a step first needs them."""
+"""Builds the programs of one rank and the links that they use, when a step first needs them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.compiler import compile_program
-from penstock.execution.edges.headered import HeaderedEdge
-from penstock.execution.edges.local import LocalEdge
-from penstock.execution.edges.negotiated import NegotiatedEdge
-from penstock.execution.edges.single_tensor import SingleTensorEdge, is_single
+from penstock.execution.links.headered import HeaderedLink
+from penstock.execution.links.local import LocalLink
+from penstock.execution.links.negotiated import NegotiatedLink
+from penstock.execution.links.single_tensor import SingleTensorLink, is_single
 from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.native_operations import NativeOperations
 from penstock.execution.send_releases import find_releases
@@ -23,7 +23,7 @@ from penstock.runtime.ends import BatchInputs, LossHead
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.execution.edges import Edge
+    from penstock.execution.links import LinkEnds
     from penstock.execution.program import Program
     from penstock.execution.stage import Stage
     from penstock.execution.step import Step
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     #: Makes what makes the operations.
     Customized = Callable[[NativeOperations], Custom]
 
-#: How shapes of an edge are found, if not given.
+#: How shapes of a link are found, if not given.
 INFERRED: Final = "inferred"
 PER_MICROBATCH: Final = "per_microbatch"
 
@@ -49,12 +49,12 @@ class ProgramCache:
         schedule: the lowered schedule of all ranks.
         stages: the stages of this rank.
         transport: what they communicate through.
-        shapes: how the shapes of an edge are found.
+        shapes: how the shapes of a link are found.
         loss_fn: the loss of a microbatch, if there is one.
         verify: whether to prove the schedule of an evaluation.
 
     Attributes:
-        edges: the edges of training, by the stage that they come from; None until ranks have agreed on them.
+        links: the links of training, by the stage that they come from; None until ranks have agreed on them.
         samples: how many samples each microbatch has, if that was agreed with the shapes.
     """
 
@@ -68,7 +68,7 @@ class ProgramCache:
         loss_fn: LossFunction | None,
         verify: bool,
     ) -> None:
-        self.edges: dict[int, Edge] | None = None
+        self.links: dict[int, LinkEnds] | None = None
         self.samples: Sequence[int] | None = None
         self._schedule = schedule
         self._stages = stages
@@ -81,7 +81,7 @@ class ProgramCache:
         self._seen_form: Any = None
 
     def training(self, batch: Batch, customized: Customized) -> Program[Step]:
-        """Get the program of a step; the first time, all ranks agree on what goes over the edges.
+        """Get the program of a step; the first time, all ranks agree on what goes over the links.
 
         Args:
             batch: what this rank has of the batch.
@@ -91,9 +91,9 @@ class ProgramCache:
             self._check_seen(batch.args, batch.kwargs)
             self._seen_form = batch.form
         if "training" not in self._made:
-            if self.edges is None:
-                self.edges = self._agreed(batch)
-            self._made["training"] = self._compiled(self._schedule, self.edges, self._loss_fn, customized)
+            if self.links is None:
+                self.links = self._agreed(batch)
+            self._made["training"] = self._compiled(self._schedule, self.links, self._loss_fn, customized)
         return self._made["training"]
 
     def evaluation(self, customized: Customized, *, with_loss: bool) -> Program[Step]:
@@ -102,8 +102,8 @@ class ProgramCache:
         if name not in self._made:
             model = model_with_headers(self._transport.model)
             lowered = lower(forwards_of(self._schedule), reduce=False, model=model, verify=self._verify)
-            edges = {stage: self._edge(stage, None, evaluates=True) for stage in self._local_edges()}
-            self._made[name] = self._compiled(lowered, edges, self._loss_fn if with_loss else None, customized)
+            links = {stage: self._link(stage, None, evaluates=True) for stage in self._local_links()}
+            self._made[name] = self._compiled(lowered, links, self._loss_fn if with_loss else None, customized)
         return self._made[name]
 
     def clear(self) -> None:
@@ -126,7 +126,7 @@ class ProgramCache:
                 f"a smaller last batch, or pass shapes={PER_MICROBATCH!r}"
             )
 
-    def _agreed(self, batch: Batch) -> dict[int, Edge]:
+    def _agreed(self, batch: Batch) -> dict[int, LinkEnds]:
         rank_of = self._schedule.placement.rank_of
         metas: shape_negotiation.Metas | None = None
         if self._shapes == INFERRED:
@@ -140,44 +140,44 @@ class ProgramCache:
             )
         last = None if metas is None else shape_negotiation.last_modifying(self._stages, self._transport)
         return {
-            stage: self._edge(stage, metas, modifiable=last is None or stage < last) for stage in self._local_edges()
+            stage: self._link(stage, metas, modifiable=last is None or stage < last) for stage in self._local_links()
         }
 
-    def _local_edges(self) -> list[int]:
-        """Build the edges to or from a stage of this rank, by the stage that they come from."""
-        touched = {edge for stage in self._stages for edge in (stage - 1, stage)}
-        return sorted(edge for edge in touched if 0 <= edge < self._schedule.stages - 1)
+    def _local_links(self) -> list[int]:
+        """Build the links to or from a stage of this rank, by the stage that they come from."""
+        touched = {link for stage in self._stages for link in (stage - 1, stage)}
+        return sorted(link for link in touched if 0 <= link < self._schedule.stages - 1)
 
-    def _edge(
+    def _link(
         self, stage: int, metas: shape_negotiation.Metas | None, *, modifiable: bool = True, evaluates: bool = False
-    ) -> Edge:
+    ) -> LinkEnds:
         rank_of, microbatches = self._schedule.placement.rank_of, self._schedule.microbatches
         here = [one for one in (stage, stage + 1) if one in self._stages]
         if len(here) == 2:
-            return LocalEdge(stage, microbatches, modifiable=modifiable)
+            return LocalLink(stage, microbatches, modifiable=modifiable)
         peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
         device = self._stages[here[0]].device
         if metas is None:
             # If one rank evaluates and another one trains, their messages must not be mixed up.
             first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
-            return HeaderedEdge(stage, microbatches, self._transport, peer, device, first_tag)
-        kind = SingleTensorEdge if is_single(metas[stage]) else NegotiatedEdge
+            return HeaderedLink(stage, microbatches, self._transport, peer, device, first_tag)
+        kind = SingleTensorLink if is_single(metas[stage]) else NegotiatedLink
         return kind(stage, self._transport, peer, device, metas[stage], modifiable=modifiable)
 
     def _compiled(
-        self, schedule: Schedule, edges: Mapping[int, Edge], loss_fn: LossFunction | None, customized: Customized
+        self, schedule: Schedule, links: Mapping[int, LinkEnds], loss_fn: LossFunction | None, customized: Customized
     ) -> Program[Step]:
         transport, stages, last = self._transport, self._stages, schedule.stages - 1
         operations = NativeOperations(
             stages,
-            {index: edges[index - 1] if index > 0 else BatchInputs() for index in stages},
-            {index: edges[index] if index < last else LossHead(stages[index], loss_fn) for index in stages},
+            {index: links[index - 1] if index > 0 else BatchInputs() for index in stages},
+            {index: links[index] if index < last else LossHead(stages[index], loss_fn) for index in stages},
             microbatches=schedule.microbatches,
             progress=transport.progress,
         )
         # Only where messages do not queue may receives be posted early, and sends waited for without a proof.
         has_no_lanes = transport.model.lanes == "message"
-        has_headers = any(isinstance(edge, HeaderedEdge) for edge in edges.values())
+        has_headers = any(isinstance(link, HeaderedLink) for link in links.values())
         return compile_program(
             [action for action in schedule.actions[transport.rank] if action is not None],
             customized(operations),

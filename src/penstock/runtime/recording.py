@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
-    from penstock.execution.link import Pending, Progress
+    from penstock.execution.channel import Pending, Progress
     from penstock.execution.native_operations import NativeOperations
     from penstock.execution.step import Operation, Step
     from penstock.ir.actions import Action, ComputationType
@@ -136,7 +136,7 @@ class Recording:
         if engine.recording is not None:
             raise RunError("this pipeline is already being recorded")
         self._before = engine.transport, engine.programs
-        # Programs and edges refer to the transport, so a recording has its own, and negotiates shapes again.
+        # Programs and links refer to the transport, so a recording has its own, and negotiates shapes again.
         engine.transport = cast("Transport", _TimedTransport(engine.transport, self))
         engine.programs = engine.new_programs()
         engine.recording = self

@@ -71,7 +71,7 @@ def check_stages(stages: Mapping[int, Stage], schedule: Schedule, transport: Tra
 
 
 def check_ranks_agree(transport: Transport, schedule: Schedule, options: Mapping[str, str]) -> None:
-    """Make sure that all ranks were given the same, and that the edges come up.
+    """Make sure that all ranks were given the same, and that the links come up.
 
     Args:
         transport: what connects the ranks.

@@ -1,4 +1,4 @@
-"""Agrees on what goes over each edge, from a dry run through the stages or from examples."""
+"""Agrees on what goes over each link, from a dry run through the stages or from examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.execution.stage import Stage
     from penstock.runtime.transport.protocol import Transport
 
-#: By the stage that an edge comes from: what each microbatch looks like.
+#: By the stage that a link comes from: what each microbatch looks like.
 Metas = dict[int, list[ValueSpec]]
 
 
@@ -32,7 +32,7 @@ def infer_specs(
     kwargs: Sequence[dict[str, Any]],
     samples: Sequence[int] | None,
 ) -> tuple[Metas, Sequence[int] | None]:
-    """Agree on what goes over every edge to or from the stages of this rank. All ranks of the pipeline call it.
+    """Agree on what goes over every link to or from the stages of this rank. All ranks of the pipeline call it.
 
     Each stage is run once for every kind of microbatch, the first stage with the real arguments, the others with zeros
     of the announced shapes; then it announces to the next one its output's shapes, and each microbatch's samples. The
@@ -105,7 +105,7 @@ def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
 
 
 def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -> int:
-    """Check that the ranks at both ends of each edge were given the same; return the first trained stage."""
+    """Check that the ranks at both ends of each link were given the same; return the first trained stage."""
     mine = join_parts([encode_numbers([trained, *sorted(metas)]), *(encode(metas[stage]) for stage in sorted(metas))])
     for rank, data in enumerate(transport.exchange(mine)):
         try:

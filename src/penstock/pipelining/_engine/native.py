@@ -1,4 +1,4 @@
-"""The native operations under the drop-in: edges over the user's own group, and ends that leave what torch leaves.
+"""The native operations under the drop-in: links over the user's own group, and ends that leave what torch leaves.
 
 What goes over the wire is what the methods of a stage send, so each rank chooses for itself how it runs.
 """
@@ -26,15 +26,15 @@ from penstock.ir.actions import (
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._engine.methods import ScaleGradients
 from penstock.pipelining._engine.operations import reduction, scaling
-from penstock.pipelining._engine.stage_edges import GroupLink, edges_of
 from penstock.pipelining._engine.stage_ends import StageInputs, StageLoss
+from penstock.pipelining._engine.stage_links import GroupChannel, links_of
 from penstock.pipelining._schedule.actions import _get_profiler_function_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from penstock.execution.edges import Inbound, Outbound
-    from penstock.execution.link import Progress
+    from penstock.execution.channel import Progress
+    from penstock.execution.links import Inbound, Outbound
     from penstock.pipelining._engine.methods import CallConvention
 
 
@@ -117,13 +117,13 @@ class Native(NamedTuple):
 
     Attributes:
         operations: its operations.
-        link: what its edges talk through.
+        channel: what its links talk through.
         stages: the stages of the rank by index.
         backwards: how many backwards of each stage a step completes.
     """
 
     operations: NativeStageOperations
-    link: GroupLink
+    channel: GroupChannel
     stages: Mapping[int, Any]
     backwards: Counter[int]
 
@@ -132,25 +132,25 @@ class Native(NamedTuple):
         cls, row: Sequence[Any], stages: Mapping[int, Any], microbatches: int, *, calls: CallConvention, trains: bool
     ) -> Native:
         """Build the operations of stages for which ``can_run_natively`` holds."""
-        link = GroupLink(next(iter(stages.values())))
-        edges = edges_of(stages, microbatches, link, trains=trains)
-        inbound = {index: StageInputs(one) if one.is_first else edges[index - 1] for index, one in stages.items()}
+        channel = GroupChannel(next(iter(stages.values())))
+        links = links_of(stages, microbatches, channel, trains=trains)
+        inbound = {index: StageInputs(one) if one.is_first else links[index - 1] for index, one in stages.items()}
         outbound = {
             index: StageLoss(one, calls, trains=trains, split=_split_microbatches(row, index))
             if one.is_last
-            else edges[index]
+            else links[index]
             for index, one in stages.items()
         }
         operations = NativeStageOperations(
-            stages, inbound, outbound, microbatches=microbatches, progress=link.progress, trains=trains
+            stages, inbound, outbound, microbatches=microbatches, progress=channel.progress, trains=trains
         )
-        return cls(operations, link, stages, _count_backwards(row) if trains else Counter())
+        return cls(operations, channel, stages, _count_backwards(row) if trains else Counter())
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Around a step."""
         works = self.operations.stages.values()
-        self.link.open()
+        self.channel.open()
         for work in works:
             work.begin()
         try:
@@ -158,7 +158,7 @@ class Native(NamedTuple):
         finally:
             for work in works:
                 work.end()
-            self.link.close()
+            self.channel.close()
 
     def describe_failure(self, step: NativeStep, error: Exception) -> RuntimeError | None:
         """The error that the methods of a stage raise for one in its module or its backward; None for any other."""

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import ScheduleError
+from penstock.execution.channel import Progress
 from penstock.execution.compiler import compile_program
-from penstock.execution.link import Progress
 from penstock.execution.operation_set import CustomOperations
 from penstock.execution.send_releases import Releases, find_releases, release_at_end
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
@@ -147,7 +147,7 @@ def program_of_order(
         rank_of=rank_of,
         early_receives=not customs and may_post_ahead(stages.values()),
     )
-    progress = Progress() if native is None else native.link.progress
+    progress = Progress() if native is None else native.channel.progress
     return Compiled(program, _scaled(row, stages, customs) if trains else [], progress, native)
 
 

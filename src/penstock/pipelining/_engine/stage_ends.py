@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import FirstEnd, LastEnd
+from penstock.execution.links import FirstEnd, LastEnd
 from penstock.pipelining._stage.compute import flat, kept_gradients
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.edges import Give, GiveGradients, Take, TakeGradients
+    from penstock.execution.links import Give, GiveGradients, Take, TakeGradients
     from penstock.execution.step import Step
     from penstock.pipelining._engine.methods import CallConvention
 

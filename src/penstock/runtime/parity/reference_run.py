@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from penstock.execution.edges import as_arguments, fill_missing, roots_of
+from penstock.execution.links import as_arguments, fill_missing, roots_of
 from penstock.execution.preserved_state import copy_as_leaves
 from penstock.execution.step import InFlight
 from penstock.execution.value_spec import as_wire, flatten

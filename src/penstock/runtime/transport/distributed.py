@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, StepError, TransportError
-from penstock.execution.link import Progress
+from penstock.execution.channel import Progress
 from penstock.runtime.transport.backend_errors import is_connection_error
 from penstock.runtime.transport.connecting import connect_ranks, warm_up
 from penstock.runtime.transport.failure_messages import (

@@ -9,7 +9,7 @@ from penstock.runtime.transport.backend_errors import reason_of
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
-    from penstock.execution.link import Progress
+    from penstock.execution.channel import Progress
 
 
 def step_error(failure: Failure, *, traceback: bool = True) -> StepError:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.execution.link import Pending, Progress
+    from penstock.execution.channel import Pending, Progress
     from penstock.graph.comm_model import CommModel
 
 

@@ -8,7 +8,7 @@ import traceback
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from penstock.errors import StepError, TransportError
-from penstock.execution.link import Progress
+from penstock.execution.channel import Progress
 from penstock.graph.comm_model import CommModel
 from penstock.runtime.transport.failure_messages import label_of
 from penstock.runtime.transport.lanes import PostedTransfer
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.execution.link import Pending
+    from penstock.execution.channel import Pending
 
 Result = TypeVar("Result")
 

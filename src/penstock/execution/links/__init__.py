@@ -1,6 +1,6 @@
-"""Edges: pass values from one stage to the next, and gradients back.
+"""Links: pass values from one stage to the next, and gradients back.
 
-An edge makes, for each microbatch, the functions that the operations of a rank are built from: *give* and *take* at the
+A link makes, for each microbatch, the functions that the operations of a rank are built from: *give* and *take* at the
 ends of the stages, *send* and *receive* for transfers between ranks. What is known beforehand is computed when
 they are built; they run once per microbatch and step.
 """
@@ -68,7 +68,7 @@ class Outbound(Protocol):
         """Build RECV_B; None if there is nothing to do."""
 
 
-class Edge(Inbound, Outbound, Protocol):
+class LinkEnds(Inbound, Outbound, Protocol):
     """Connects a stage to the next one."""
 
 

@@ -1,4 +1,4 @@
-"""An edge between two stages of one rank."""
+"""A link between two stages of one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import (
+from penstock.execution.links import (
     ABSENT,
     Give,
     GiveGradients,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from penstock.execution.step import Step
 
 
-class LocalEdge:
-    """An edge between two stages of one rank.
+class LocalLink:
+    """A link between two stages of one rank.
 
     Args:
         stage: the stage that it comes from.

@@ -1,6 +1,6 @@
-"""An edge between ranks that carries one tensor that requires a gradient, as most edges do.
+"""A link between ranks that carries one tensor that requires a gradient, as most links do.
 
-It does what ``NegotiatedEdge`` does for any number of tensors, without lists of one, which take as long as the work on
+It does what ``NegotiatedLink`` does for any number of tensors, without lists of one, which take as long as the work on
 their elements.
 """
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import to_layout_of
-from penstock.execution.edges.negotiated import NegotiatedEdge
+from penstock.execution.links import to_layout_of
+from penstock.execution.links.negotiated import NegotiatedLink
 from penstock.execution.value_spec import as_wire
 
 if TYPE_CHECKING:
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.edges import Give, GiveGradients, Take, TakeGradients, Taken, Tensors
+    from penstock.execution.links import Give, GiveGradients, Take, TakeGradients, Taken, Tensors
     from penstock.execution.step import Operation, Step
     from penstock.execution.value_spec import TensorSpec, ValueSpec
 
 
 def is_single(metas: Sequence[ValueSpec]) -> bool:
-    """Whether an edge carries one tensor that requires a gradient, for every microbatch."""
+    """Whether a link carries one tensor that requires a gradient, for every microbatch."""
     return all(meta.is_single and meta.tensors[0].requires_grad for meta in metas)
 
 
-class SingleTensorEdge(NegotiatedEdge):
+class SingleTensorLink(NegotiatedLink):
     """Carries one tensor that requires a gradient."""
 
     def give(self, microbatch: int) -> Give:

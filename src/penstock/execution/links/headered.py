@@ -1,4 +1,4 @@
-"""An edge between ranks over which every value is described before it goes: shapes may vary."""
+"""A link between ranks over which every value is described before it goes: shapes may vary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from penstock.errors import MetadataError
-from penstock.execution.edges import (
+from penstock.execution.links import (
     ABSENT,
     Give,
     Take,
@@ -19,7 +19,7 @@ from penstock.execution.edges import (
     keep,
     roots_of,
 )
-from penstock.execution.edges.remote_base import RemoteEdge
+from penstock.execution.links.remote_base import RemoteLink
 from penstock.execution.shared_memory import watch_shared
 from penstock.execution.trees import structure_of
 from penstock.execution.value_spec import ValueSpec, as_wire, flatten
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.link import Link
+    from penstock.execution.channel import Channel
     from penstock.execution.step import Operation, Step
 
 
-class HeaderedEdge(RemoteEdge):
-    """An edge between ranks, over which every value is described before it goes: shapes may vary."""
+class HeaderedLink(RemoteLink):
+    """A link between ranks, over which every value is described before it goes: shapes may vary."""
 
     def __init__(
-        self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device, first_tag: int = 0
+        self, stage: int, microbatches: int, transport: Channel, peer: int, device: torch.device, first_tag: int = 0
     ) -> None:
         super().__init__(stage, microbatches, transport, peer, device)
         self._first_tag = first_tag

@@ -1,4 +1,4 @@
-"""An edge between ranks over which goes what they agreed on beforehand."""
+"""A link between ranks over which goes what they agreed on beforehand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.errors import MetadataError
-from penstock.execution.edges import (
+from penstock.execution.links import (
     Give,
     GiveGradients,
     Take,
@@ -18,7 +18,7 @@ from penstock.execution.edges import (
     keep,
     roots_of,
 )
-from penstock.execution.edges.remote_base import RemoteEdge
+from penstock.execution.links.remote_base import RemoteLink
 from penstock.execution.value_spec import TensorSpec, ValueSpec, as_wire, describe, mismatch
 
 if TYPE_CHECKING:
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.link import Link
+    from penstock.execution.channel import Channel
     from penstock.execution.step import Operation, Step
 
 
-class NegotiatedEdge(RemoteEdge):
-    """An edge between ranks, over which goes what was agreed beforehand."""
+class NegotiatedLink(RemoteLink):
+    """A link between ranks, over which goes what was agreed beforehand."""
 
     def __init__(
         self,
         stage: int,
-        transport: Link,
+        transport: Channel,
         peer: int,
         device: torch.device,
         metas: Sequence[ValueSpec],

@@ -1,4 +1,4 @@
-"""Edges between the stages of the drop-in, over the user's own group: one plain tensor each."""
+"""Links between the stages of the drop-in, over the user's own group: one plain tensor each."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges import fill_missing, keep
-from penstock.execution.edges.local import LocalEdge
-from penstock.execution.edges.negotiated import NegotiatedEdge
-from penstock.execution.edges.single_tensor import SingleTensorEdge
-from penstock.execution.link import Progress
+from penstock.execution.channel import Progress
+from penstock.execution.links import fill_missing, keep
+from penstock.execution.links.local import LocalLink
+from penstock.execution.links.negotiated import NegotiatedLink
+from penstock.execution.links.single_tensor import SingleTensorLink
 from penstock.execution.trees import TENSOR
 from penstock.execution.value_spec import ValueSpec
 from penstock.graph.comm_model import CommModel
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.edges import Give, GiveGradients
+    from penstock.execution.links import Give, GiveGradients
     from penstock.execution.step import Step
 
 
-class GroupLink:
+class GroupChannel:
     """Moves tensors over the group of the stages, as ``dist.isend`` and ``dist.irecv`` do. It is open during a step."""
 
     def __init__(self, stage: Any) -> None:
@@ -63,7 +63,7 @@ class GroupLink:
 
 
 class _Output:
-    """What goes over an edge from a stage of this rank: one tensor, as the stages agreed before the first step.
+    """What goes over a link from a stage of this rank: one tensor, as the stages agreed before the first step.
 
     An output may stop to require a gradient; one that starts to is refused, since the next stage sends none.
     """
@@ -93,8 +93,8 @@ class _Output:
         return f"stage {self._stage.stage_index} microbatch {microbatch} output 0"
 
 
-class StageEdge(SingleTensorEdge):
-    """An edge between ranks over which one tensor goes, and its gradient comes back."""
+class StageLink(SingleTensorLink):
+    """A link between ranks over which one tensor goes, and its gradient comes back."""
 
     def __init__(self, output: _Output, *given: Any) -> None:
         super().__init__(*given)
@@ -115,8 +115,8 @@ class StageEdge(SingleTensorEdge):
         return give
 
 
-class StageEdgeWithoutGradient(NegotiatedEdge):
-    """An edge between ranks over which one tensor goes, and nothing comes back."""
+class StageLinkWithoutGradient(NegotiatedLink):
+    """A link between ranks over which one tensor goes, and nothing comes back."""
 
     def __init__(self, output: _Output, *given: Any) -> None:
         super().__init__(*given)
@@ -136,8 +136,8 @@ class StageEdgeWithoutGradient(NegotiatedEdge):
         return give
 
 
-class StageLocalEdge(LocalEdge):
-    """An edge between two stages of one rank over which one tensor goes."""
+class StageLocalLink(LocalLink):
+    """A link between two stages of one rank over which one tensor goes."""
 
     def __init__(self, output: _Output, stage: int, microbatches: int) -> None:
         super().__init__(stage, microbatches)
@@ -158,26 +158,26 @@ class StageLocalEdge(LocalEdge):
         return give
 
 
-def edges_of(stages: Mapping[int, Any], microbatches: int, link: GroupLink, *, trains: bool) -> dict[int, Any]:
-    """The edges to and from the stages of a rank, by the stage that they come from."""
+def links_of(stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool) -> dict[int, Any]:
+    """The links to and from the stages of a rank, by the stage that they come from."""
     touched = {source for index in stages for source in (index - 1, index)}
     last = next(iter(stages.values())).num_stages - 1
     return {
-        source: _edge(source, stages, microbatches, link, trains=trains) for source in touched if 0 <= source < last
+        source: _link(source, stages, microbatches, channel, trains=trains) for source in touched if 0 <= source < last
     }
 
 
-def _edge(source: int, stages: Mapping[int, Any], microbatches: int, link: GroupLink, *, trains: bool) -> Any:
-    """The edge from a stage to the next one, of which one at least is on this rank."""
+def _link(source: int, stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool) -> Any:
+    """The link from a stage to the next one, of which one at least is on this rank."""
     if source in stages and source + 1 in stages:
-        return StageLocalEdge(_Output(stages[source], trains=trains), source, microbatches)
+        return StageLocalLink(_Output(stages[source], trains=trains), source, microbatches)
     stage = stages[source] if source in stages else stages[source + 1]
     peer = stage.stage_index_to_group_rank[source + 1 if source in stages else source]
     metas = [_value_meta(stage, source in stages, microbatch) for microbatch in range(microbatches)]
     returns = trains and metas[0].requires_grad
     specs = [ValueSpec(TENSOR, (spec_of(meta, requires_grad=returns),)) for meta in metas]
-    kind = StageEdge if returns else StageEdgeWithoutGradient
-    return kind(_Output(stage, trains=trains), source, link, peer, torch.device(stage.device), specs)
+    kind = StageLink if returns else StageLinkWithoutGradient
+    return kind(_Output(stage, trains=trains), source, channel, peer, torch.device(stage.device), specs)
 
 
 def _value_meta(stage: Any, is_source: bool, microbatch: int) -> _TensorMeta:

@@ -52,7 +52,7 @@ class Progress:
         self.step += 1
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """Moves tensors between the ranks of one pipeline."""
 
     model: CommModel

@@ -1,10 +1,10 @@
-"""What edges between ranks have in common: gradients, whose shapes follow from the activations."""
+"""What links between ranks have in common: gradients, whose shapes follow from the activations."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.execution.edges import (
+from penstock.execution.links import (
     GiveGradients,
     TakeGradients,
     Tensors,
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from penstock.execution.link import Link
+    from penstock.execution.channel import Channel
     from penstock.execution.step import Operation, Step
 
 
-class RemoteEdge:
-    """Base class of edges between ranks: gradients, whose shapes follow from the activations."""
+class RemoteLink:
+    """Base class of links between ranks: gradients, whose shapes follow from the activations."""
 
-    def __init__(self, stage: int, microbatches: int, transport: Link, peer: int, device: torch.device) -> None:
+    def __init__(self, stage: int, microbatches: int, transport: Channel, peer: int, device: torch.device) -> None:
         self._stage = stage
         self._base = stage * microbatches
         self._transport = transport

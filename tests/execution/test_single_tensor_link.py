@@ -4,11 +4,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.edges.single_tensor import is_single
+from penstock.execution.links.single_tensor import is_single
 from penstock.execution.value_spec import describe
 
 
-def test_an_edge_is_single_if_that_holds_for_every_microbatch():
+def test_a_link_is_single_if_that_holds_for_every_microbatch():
     one, plain = describe(torch.ones(2, requires_grad=True)), describe(torch.ones(2))
     several = describe((torch.ones(2, requires_grad=True),))
     assert is_single([one, one])
