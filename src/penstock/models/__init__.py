@@ -1,0 +1,1 @@
+"""Splits a model into stages, without changing it."""
