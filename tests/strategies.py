@@ -5,17 +5,37 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from penstock import Action, ComputationType, Placement, Schedule
-from penstock.ir.actions import COMPUTE, LARGEST_INDEX, OVERLAP_F_B, SHARDING
+from penstock.ir.actions import (
+    COMPUTE,
+    LARGEST_MICROBATCH,
+    LARGEST_STAGE,
+    LONGEST_HOP,
+    OVERLAP_F_B,
+    PEER_SIDE,
+    SHARDING,
+)
 
-indices = st.integers(0, 9) | st.integers(0, LARGEST_INDEX)
+indices = st.integers(0, 9) | st.integers(0, LARGEST_STAGE)
+microbatches = st.integers(0, 9) | st.integers(0, LARGEST_MICROBATCH)
 
 
 WITH_MICROBATCH = sorted(set(ComputationType) - SHARDING - {OVERLAP_F_B})
 
 
 def of(kinds: list[ComputationType], stages: st.SearchStrategy[int]) -> st.SearchStrategy[Action]:
-    fields = st.tuples(stages, st.sampled_from(kinds), indices)
+    fields = st.tuples(stages, st.sampled_from(kinds), microbatches)
     return fields.map(lambda found: Action(*found[:2], None if found[1] in SHARDING else found[2]))
+
+
+@st.composite
+def skips(draw: st.DrawFn, stages: st.SearchStrategy[int] = indices) -> Action:
+    """A transfer that names the other stage."""
+    stage, kind = draw(stages), draw(st.sampled_from(sorted(PEER_SIDE)))
+    room = LARGEST_STAGE - stage if PEER_SIDE[kind] > 0 else stage
+    if room < 2:
+        return Action(stage, kind, draw(microbatches))
+    distance = draw(st.integers(2, min(room, LONGEST_HOP)))
+    return Action(stage, kind, draw(microbatches), peer_index=stage + PEER_SIDE[kind] * distance)
 
 
 def overlaps(stages: st.SearchStrategy[int] = indices) -> st.SearchStrategy[Action]:
@@ -23,7 +43,7 @@ def overlaps(stages: st.SearchStrategy[int] = indices) -> st.SearchStrategy[Acti
 
 
 def actions(stages: st.SearchStrategy[int] = indices) -> st.SearchStrategy[Action]:
-    return of([*WITH_MICROBATCH, *sorted(SHARDING)], stages) | overlaps(stages)
+    return of([*WITH_MICROBATCH, *sorted(SHARDING)], stages) | skips(stages) | overlaps(stages)
 
 
 @st.composite

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.ir import packed
-from penstock.ir.actions import COMPUTE
+from penstock.ir.actions import COMPUTE, FORWARD, PEER_SIDE, RECV_F, SEND_F
 from strategies import actions
 
 rows = st.lists(st.none() | actions(), max_size=12)
@@ -45,3 +45,26 @@ def test_keeping_some_actions_keeps_overlaps_of_what_is_left(row, data):
         else:
             expected += kept
     assert packed.unpack_cells(packed.select(codes, wanted)) == tuple(expected)
+
+
+@given(rows)
+def test_transfers_know_the_stage_they_exchange_with(row):
+    parts = [part for cell in row if cell for part in cell.parts]
+    codes = packed.pack_cells(parts)
+    assert packed.is_wellformed(codes, np.array([0, len(codes)]))
+    assert packed.has_hops(codes) == any(part.peer_index is not None for part in parts)
+    for part, stage, peer, hop in zip(
+        parts, packed.stages(codes), packed.peers(codes), packed.hops(codes), strict=True
+    ):
+        side = PEER_SIDE.get(part.computation_type, 0)
+        assert peer == (stage + side if part.peer_index is None else part.peer_index)
+        assert abs(peer - stage) == (hop + 1 if side else 0)
+    assert packed.largest(codes)[0] == max((part.stage_index for part in parts), default=-1)
+
+
+def test_only_transfers_have_hops_and_only_to_stages_that_can_exist():
+    forward, send, receive = (packed.pack(1, kind, 0).reshape(1) for kind in (FORWARD, SEND_F, RECV_F))
+    ends = np.array([0, 1])
+    assert packed.is_wellformed(packed.add_hops(send, 1), ends)
+    assert not packed.is_wellformed(packed.add_hops(forward, 1), ends)
+    assert not packed.is_wellformed(packed.add_hops(receive, 1), ends), "from stage -1"

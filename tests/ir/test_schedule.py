@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 
 from penstock import Action, Placement, PlacementError, Schedule, ScheduleError, ScheduleSyntaxError, SizeError
+from penstock.errors import EdgeError
+from penstock.ir.edges import Edge, chain, links
 from strategies import schedules
 
 ROWS = {0: ["0F0", None, None, "0B0"], 1: [None, "1F0", "1B0"]}
@@ -99,7 +101,7 @@ def test_a_stage_on_no_rank():
     with pytest.raises(PlacementError, match="no rank runs stage 1, although there is a stage 2"):
         Schedule([["0F0"], ["2F0"]])
     with pytest.raises(PlacementError, match="no rank runs stage 0"):
-        Schedule([["268435455F0"]])
+        Schedule([["32767F0"]])
 
 
 def test_a_rank_without_actions_needs_a_placement():
@@ -164,3 +166,62 @@ def test_codes_of_counts_from_the_end_too():
     assert schedule.codes_of(-1).tolist() == schedule.codes_of(1).tolist()
     with pytest.raises(IndexError):
         schedule.codes_of(2)
+
+
+def test_a_schedule_is_a_chain_unless_it_has_other_edges():
+    schedule = Schedule(ROWS)
+    assert schedule.is_chain
+    assert schedule.edges == chain(2)
+    assert schedule.links == links(chain(2))
+    assert schedule.with_edges([Edge(0, (1,), "hidden")]) == schedule, "the names of values are not content"
+    assert schedule.with_edges([Edge(0, (1,), "hidden")]).edges == (Edge(0, (1,), "hidden"),)
+    assert Schedule(ROWS, edges=chain(2)) == schedule
+    assert hash(Schedule(ROWS, edges=chain(2))) == hash(schedule)
+
+
+def test_edges_are_content():
+    schedule = Schedule([["0F0", "2F0"], ["1F0"]])
+    skip = schedule.with_edges([Edge(0, (2,), "skip"), (0, [1]), (1, [2])])
+    assert schedule.is_chain
+    assert not skip.is_chain
+    assert skip != schedule
+    assert skip.edges == (Edge(0, (2,), "skip"), Edge(0, (1,)), Edge(1, (2,)))
+    assert [(link.source, link.target) for link in skip.links] == [(0, 1), (0, 2), (1, 2)]
+    assert skip.with_edges(schedule.edges) == schedule
+    assert skip == Schedule([["0F0", "2F0"], ["1F0"]], edges=skip.edges)
+    assert skip != schedule.with_edges([Edge(0, (1,)), Edge(0, (2,)), Edge(1, (2,))]), "values come in another order"
+    assert skip != schedule.with_edges([edge._replace(gradient=False) for edge in skip.edges])
+    again = pickle.loads(pickle.dumps(skip))
+    assert (again, hash(again), again.edges) == (skip, hash(skip), skip.edges)
+    assert repr(skip) == "<Schedule: 2 ranks, 3 stages, 1 microbatch, 3 actions, 3 edges>"
+
+
+@pytest.mark.parametrize(
+    ("edges", "told"),
+    [
+        ([(1, [0])], "an edge from stage 1 to stage 0 goes backwards"),
+        ([(0, [7])], "edge 0>7 does not fit stages 0 to 1"),
+        ([0], "an edge needs a source stage and its target stages, got 0"),
+        (7, "edges must be a list of Edge, got 7"),
+    ],
+)
+def test_edges_that_cannot_be(edges, told):
+    for make in (lambda: Schedule(ROWS, edges=edges), lambda: Schedule(ROWS).with_edges(edges)):
+        with pytest.raises(EdgeError, match=told):
+            make()
+
+
+def test_the_edges_of_a_lowered_schedule_stay():
+    with pytest.raises(ScheduleError, match="replace the edges, then lower it"):
+        Schedule([["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]]).with_edges(chain(2))
+
+
+def test_text_with_a_line_of_edges():
+    schedule = Schedule.from_text("edges: 0>1,2 0>1/F 1>2\n0F0 2F0\n1F0")
+    assert schedule.edges == (Edge(0, (1, 2)), Edge(0, (1,), gradient=False), Edge(1, (2,)))
+    with pytest.raises(ScheduleSyntaxError, match=r"row 1, cell 2: '0-2' is not an edge; write e\.g\. '0>1'"):
+        Schedule.from_text("edges: 0>1 0-2\n0F0\n1F0")
+    with pytest.raises(ScheduleSyntaxError, match="duplicate line of edges"):
+        Schedule.from_text("edges: 0>1\nedges: 0>1\n0F0\n1F0")
+    with pytest.raises(ScheduleError, match="or do not pass edges="):
+        Schedule.from_text("edges: 0>1\n0F0\n1F0", edges=chain(2))

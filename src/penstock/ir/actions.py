@@ -2,7 +2,8 @@
 
 An action is written ``[stage][type][microbatch]``: ``2F0`` is the forward of stage 2 on microbatch 0. Sharding
 actions have no microbatch (``2UNSHARD``), and an overlap lists the actions that run together:
-``(2F5;7B3)OVERLAP_F_B``.
+``(2F5;7B3)OVERLAP_F_B``. A transfer to or from a stage other than the next or the previous one names that stage:
+``0SEND_F0@3``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from operator import index
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, SupportsIndex, cast
 
 from penstock.errors import ActionError, ScheduleSyntaxError
@@ -72,8 +74,13 @@ COMPUTE: Final = frozenset({FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEI
 #: Work on the parameters of a stage: the only types without a microbatch.
 SHARDING: Final = frozenset({UNSHARD, RESHARD, REDUCE_GRAD})
 
-#: The largest stage or microbatch index, so that an action fits into 64 bits.
-LARGEST_INDEX: Final = 2**28 - 1
+#: Transfers, and on which side of its own stage the stage is that each exchanges with.
+PEER_SIDE: Final = MappingProxyType({SEND_F: +1, RECV_F: -1, SEND_B: -1, RECV_B: +1})
+
+#: The largest stage, the largest microbatch, and how far apart two stages can exchange; an action fits into 64 bits.
+LARGEST_STAGE: Final = 2**15 - 1
+LARGEST_MICROBATCH: Final = 2**28 - 1
+LONGEST_HOP: Final = 2**14
 
 #: The stage index of an overlap, which has no single stage.
 NO_STAGE: Final = -1
@@ -95,6 +102,10 @@ class Action(_Fields):
     <ComputationType.SEND_F: 'SEND_F'>
     >>> Action.overlap(Action(2, FORWARD, 5), Action(7, FULL_BACKWARD, 3))
     (2F5;7B3)OVERLAP_F_B
+    >>> Action(0, SEND_F, 0, peer_index=3)
+    0SEND_F0@3
+
+    It is a tuple of four, and of five only if it has a ``peer_index``.
     """
 
     __slots__ = ()
@@ -105,28 +116,42 @@ class Action(_Fields):
         computation_type: ComputationType | str,
         microbatch_index: SupportsIndex | None = None,
         sub_actions: tuple[Action, ...] | None = None,
+        peer_index: SupportsIndex | None = None,
     ) -> Self:
         """Check that the fields are consistent, or raise ``ActionError``."""
         kind = ComputationType.from_str(computation_type)
+        if peer_index is not None and kind not in PEER_SIDE:
+            raise ActionError(f"only {', '.join(PEER_SIDE)} exchange with a peer; a {kind} action got {peer_index!r}")
         if kind is OVERLAP_F_B:
             if microbatch_index is not None:
                 raise ActionError(f"an overlap takes no microbatch_index, got {microbatch_index!r}")
             return super().__new__(cls, NO_STAGE, kind, None, _checked_overlap(stage_index, sub_actions))
         if sub_actions is not None:
             raise ActionError(f"only {OVERLAP_F_B} takes sub_actions; a {kind} action got {sub_actions!r}")
-        stage = _checked_index("stage_index", stage_index)
+        stage = _checked_index("stage_index", stage_index, LARGEST_STAGE)
         if kind in SHARDING:
             if microbatch_index is not None:
                 raise ActionError(f"{kind} takes no microbatch, got {microbatch_index!r}; write '{stage}{kind}'")
             return super().__new__(cls, stage, kind, None, None)
         if microbatch_index is None:
             raise ActionError(f"{kind} needs a microbatch; write e.g. '{stage}{kind}0'")
-        return super().__new__(cls, stage, kind, _checked_index("microbatch_index", microbatch_index), None)
+        microbatch = _checked_index("microbatch_index", microbatch_index, LARGEST_MICROBATCH)
+        if peer_index is None:
+            return super().__new__(cls, stage, kind, microbatch, None)
+        return tuple.__new__(cls, (stage, kind, microbatch, None, _checked_peer(stage, kind, microbatch, peer_index)))
 
     @classmethod
     def _make(cls, iterable: Iterable[Any]) -> Self:  # type: ignore[override]  # typeshed names cls differently
-        """Build from an iterable, with the same checks; ``_replace`` uses this too."""
+        """Build from an iterable, with the same checks."""
         return cls(*iterable)
+
+    def _replace(self, /, **changes: Any) -> Self:
+        """Return the action with some fields changed, checked like a new one."""
+        if self.peer_index is not None:
+            changes.setdefault("peer_index", self.peer_index)
+        peer = {"peer_index": changes.pop("peer_index")} if "peer_index" in changes else {}
+        replaced = super()._replace(**changes)
+        return type(self)(*replaced, **peer) if peer else replaced
 
     @classmethod
     def overlap(cls, *sub_actions: Action) -> Self:
@@ -152,6 +177,12 @@ class Action(_Fields):
         return cast("Self", action)
 
     @property
+    def peer_index(self) -> int | None:
+        """The stage that a transfer goes to or comes from; None for the next or previous one, and for other actions."""
+        fields: tuple[Any, ...] = self
+        return fields[4] if len(fields) > 4 else None
+
+    @property
     def is_compute(self) -> bool:
         """Whether it is a forward, a backward or an overlap of them."""
         return self.computation_type in COMPUTE or self.computation_type is OVERLAP_F_B
@@ -165,19 +196,37 @@ class Action(_Fields):
         if self.sub_actions is not None:
             return f"({';'.join(map(str, self.sub_actions))}){self.computation_type.value}"
         microbatch = "" if self.microbatch_index is None else self.microbatch_index
-        return f"{self.stage_index}{self.computation_type.value}{microbatch}"
+        peer = "" if self.peer_index is None else f"@{self.peer_index}"
+        return f"{self.stage_index}{self.computation_type.value}{microbatch}{peer}"
 
     __repr__ = __str__
 
 
-def _checked_index(field: str, value: SupportsIndex) -> int:
+def _checked_index(field: str, value: SupportsIndex, largest: int) -> int:
     try:
         number = index(value)
     except TypeError:
         raise ActionError(f"{field} must be an integer, got {value!r}") from None
-    if not 0 <= number <= LARGEST_INDEX:
-        raise ActionError(f"{field} must be between 0 and {LARGEST_INDEX}, got {number}")
+    if not 0 <= number <= largest:
+        raise ActionError(f"{field} must be between 0 and {largest}, got {number}")
     return number
+
+
+_ROUTE: Final = {SEND_F: "to a later", RECV_F: "from an earlier", SEND_B: "to an earlier", RECV_B: "from a later"}
+
+
+def _checked_peer(stage: int, kind: ComputationType, microbatch: int, value: SupportsIndex) -> int:
+    peer = _checked_index("peer_index", value, LARGEST_STAGE)
+    distance = (peer - stage) * PEER_SIDE[kind]
+    if distance == 1:
+        raise ActionError(
+            f"stage {peer} is next to stage {stage} and needs no '@{peer}'; write '{stage}{kind}{microbatch}'"
+        )
+    if distance < 1:
+        raise ActionError(f"{kind} goes {_ROUTE[kind]} stage than its own, stage {stage}; stage {peer} is not one")
+    if distance > LONGEST_HOP:
+        raise ActionError(f"stages {stage} and {peer} are {distance} stages apart; at most {LONGEST_HOP} are possible")
+    return peer
 
 
 def _checked_overlap(stage_index: SupportsIndex, sub_actions: object) -> tuple[Action, ...]:
@@ -193,7 +242,7 @@ def _checked_overlap(stage_index: SupportsIndex, sub_actions: object) -> tuple[A
 
 _INDEX: Final = "(0|[1-9][0-9]*)"
 _PLAIN: Final = "|".join(t for t in ComputationType if t is not OVERLAP_F_B)
-_ACTION: Final = re.compile(f"{_INDEX}({_PLAIN}){_INDEX}?")
+_ACTION: Final = re.compile(f"{_INDEX}({_PLAIN}){_INDEX}?(?:@{_INDEX})?")
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -237,8 +286,9 @@ def _hint(content: str) -> str:
 
 def _matched(content: str) -> Action | None:
     if found := _ACTION.fullmatch(content):
-        stage, kind, microbatch = found.groups()
-        return Action(_parsed_index(stage), kind, _parsed_index(microbatch) if microbatch else None)
+        stage, kind, microbatch, peer = found.groups()
+        numbers = [None if digits is None else _parsed_index(digits) for digits in (microbatch, peer)]
+        return Action(_parsed_index(stage), kind, numbers[0], None, numbers[1])
     if found := _OVERLAP.fullmatch(content):
         parts = [_matched(part) for part in found.group(1).split(";") if _ACTION.fullmatch(part)]
         if len(parts) == found.group(1).count(";") + 1:
@@ -247,8 +297,8 @@ def _matched(content: str) -> Action | None:
 
 
 def _parsed_index(digits: str) -> int:
-    if len(digits) > len(str(LARGEST_INDEX)):  # int() rejects thousands of digits with a different error
-        raise ActionError(f"stage and microbatch numbers go from 0 to {LARGEST_INDEX}")
+    if len(digits) > len(str(LARGEST_MICROBATCH)):  # int() rejects thousands of digits with a different error
+        raise ActionError(f"stages go from 0 to {LARGEST_STAGE}, microbatches from 0 to {LARGEST_MICROBATCH}")
     return int(digits)
 
 

@@ -9,6 +9,7 @@ from penstock.errors import ScheduleError, ScheduleSyntaxError
 from penstock.ir import packed
 from penstock.ir.actions import Action, parse_cell
 from penstock.ir.alignment import unit_steps
+from penstock.ir.edges import Edge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -167,22 +168,30 @@ def _pointed(
 
 
 _LABEL: Final = re.compile(r"rank[ \t]+([0-9]{1,9})[ \t]*(?::|[ \t]|$)[ \t]*", re.IGNORECASE)
+_EDGES: Final = "edges:"
+_EDGE: Final = re.compile(r"([0-9]{1,9})>([0-9]{1,9}(?:,[0-9]{1,9})*)(/F)?")
 _HEADER: Final = re.compile(r"steps?\b[ \t0-9:]*", re.IGNORECASE)
 
 
-def cells_from_text(text: str) -> list[list[Action | None]]:
-    r"""Parse the rows of a grid, in rank order; the inverse of drawing it as written.
+def parse_grid(text: str) -> tuple[list[list[Action | None]], list[Edge] | None]:
+    r"""Parse the rows of a grid, in rank order, and its line of edges, if any; the inverse of drawing it as written.
 
-    >>> cells_from_text("rank 1: . 1F0\nrank 0: 0F0 .")
-    [[0F0, None], [None, 1F0]]
+    >>> parse_grid("rank 1: . 1F0\nrank 0: 0F0 .")
+    ([[0F0, None], [None, 1F0]], None)
     """
     if not isinstance(text, str):
         raise ScheduleSyntaxError(f"a grid must be text, got {text!r}", text=repr(text))
     rows: dict[int, list[Action | None]] = {}
+    edges: list[Edge] | None = None
     labels: set[bool] = set()
     for number, content in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         row = content.strip(" \t\r")
         if not row or row.startswith("#") or _HEADER.fullmatch(row):
+            continue
+        if row.lower().startswith(_EDGES):
+            if edges is not None:
+                raise ScheduleSyntaxError("duplicate line of edges", text=content, row=number)
+            edges = _parsed_edges(row, number)
             continue
         label = _LABEL.match(row)
         labels.add(label is not None)
@@ -198,7 +207,27 @@ def cells_from_text(text: str) -> list[list[Action | None]]:
         rows[rank] = _cells(row[label.end() :] if label else row, number)
     if not rows:
         raise ScheduleSyntaxError("no rows found; write e.g. 'rank 0: 0F0 0B0'", text=text[:80])
-    return _in_order(rows)
+    return _in_order(rows), edges
+
+
+def edges_line(edges: Iterable[Edge]) -> str:
+    """Return the line that ``parse_grid`` reads these edges from; it has no names of values.
+
+    >>> edges_line([Edge(0, (1, 3)), Edge(0, (2,), "mask", gradient=False)])
+    'edges: 0>1,3 0>2/F'
+    """
+    return " ".join([_EDGES, *(str(edge._replace(value="")) for edge in edges)])
+
+
+def _parsed_edges(row: str, number: int) -> list[Edge]:
+    edges = []
+    for position, text in enumerate(row[len(_EDGES) :].split(), start=1):
+        if not (found := _EDGE.fullmatch(text)):
+            message = f"{text!r} is not an edge; write e.g. '0>1', '0>1,3', or '0>3/F' for one without a gradient"
+            raise ScheduleSyntaxError(message, text=row, row=number, cell=position)
+        source, targets, forward_only = found.groups()
+        edges.append(Edge(int(source), tuple(map(int, targets.split(","))), gradient=not forward_only))
+    return edges
 
 
 def _cells(row: str, number: int) -> list[Action | None]:

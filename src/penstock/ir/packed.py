@@ -2,11 +2,12 @@
 
 ::
 
-    bit   62 ............ 34   33 ............ 5     4        3 .. 0
-          stage                microbatch + 1        joined   type
+    bit   62 .... 49   48 .... 34   33 ............ 5     4        3 .. 0
+          hop          stage        microbatch + 1        joined   type
 
 Types are numbered from 1 in the order of ``ComputationType``, so a code of 0 is an idle step. An overlap has no code:
-its sub-actions follow each other, and each but the first is *joined* to the one before it.
+its sub-actions follow each other, and each but the first is *joined* to the one before it. The hop of a transfer is the
+number of stages between its own and the one it exchanges with: 0 in a chain, and for everything that is no transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from penstock.ir.actions import COMPUTE, NO_STAGE, OVERLAP_F_B, SHARDING, Action, ComputationType
+from penstock.ir.actions import (
+    COMPUTE,
+    LARGEST_STAGE,
+    NO_STAGE,
+    OVERLAP_F_B,
+    PEER_SIDE,
+    SHARDING,
+    Action,
+    ComputationType,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +43,14 @@ JOINED: Final = 1 << 4
 _TYPE_MASK: Final = (1 << 4) - 1
 _MICROBATCH_SHIFT: Final = 5
 _STAGE_SHIFT: Final = 34
+_HOP_SHIFT: Final = 49
 _MICROBATCH_MASK: Final = (1 << (_STAGE_SHIFT - _MICROBATCH_SHIFT)) - 1
+_STAGE_MASK: Final = (1 << (_HOP_SHIFT - _STAGE_SHIFT)) - 1
+_STAGE_BITS: Final = _STAGE_MASK << _STAGE_SHIFT
 
 _TYPES: Final = (None, *ComputationType)
 TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
+_SIDE: Final = np.array([0 if kind is None else PEER_SIDE.get(kind, 0) for kind in _TYPES])
 
 #: The valid combinations of a type, the joined bit, and whether there is a microbatch.
 _FORM_MASK: Final = JOINED | _TYPE_MASK
@@ -96,9 +110,12 @@ def pack_cells(cells: Iterable[Action | None]) -> Codes:
             codes.append(IDLE)
             continue
         first = len(codes)
-        for stage, kind, microbatch, _ in cell.parts:
+        for part in cell.parts:
+            stage, kind, microbatch = part[:3]
             above = 0 if microbatch is None else microbatch + 1
             codes.append(stage << _STAGE_SHIFT | above << _MICROBATCH_SHIFT | JOINED | TYPE_NUMBER[kind])
+            if len(part) > 4:
+                codes[-1] |= (abs(part[4] - stage) - 1) << _HOP_SHIFT
         codes[first] ^= JOINED
     return np.array(codes, np.int64)
 
@@ -128,19 +145,46 @@ def _unpack_parts(codes: Codes) -> list[Action | None]:
     parts: list[Action | None] = list(map(tuple.__new__, repeat(Action), fields))
     for place in np.flatnonzero(codes == IDLE).tolist():
         parts[place] = None
+    if has_hops(codes):
+        far = np.flatnonzero(hops(codes))
+        for place, peer in zip(far.tolist(), peers(codes[far]).tolist(), strict=True):
+            parts[place] = tuple.__new__(Action, (*(parts[place] or ()), peer))
     return parts
 
 
 def stages(codes: Codes) -> NDArray[np.int64]:
     """Return the stage of each code."""
-    return codes >> _STAGE_SHIFT
+    return (codes >> _STAGE_SHIFT) & _STAGE_MASK
+
+
+def has_hops(codes: Codes) -> bool:
+    """Return whether any transfer goes further than to the next stage."""
+    return bool(len(codes) and codes.max() >> _HOP_SHIFT)
+
+
+def hops(codes: Codes) -> NDArray[np.int64]:
+    """Return the number of stages between the stage of each transfer and the one it exchanges with."""
+    return codes >> _HOP_SHIFT
+
+
+def add_hops(codes: Codes, hops: NDArray[np.int64] | int) -> Codes:
+    """Return the same transfers, which have no hops, with these."""
+    return np.asarray(codes + (np.asarray(hops, np.int64) << _HOP_SHIFT))
+
+
+def peers(codes: Codes) -> NDArray[np.int64]:
+    """Return the stage that each transfer exchanges with, whether or not it exists; its own stage if it is none."""
+    return np.asarray(stages(codes) + _SIDE[types(codes)] * (hops(codes) + 1))
 
 
 def largest(codes: Codes) -> tuple[int, int]:
     """Return the largest stage and the largest microbatch; -1 if there are none."""
     if not len(codes):
         return -1, -1
-    return int(codes.max()) >> _STAGE_SHIFT, (int((codes & _MICROBATCH_BITS).max()) >> _MICROBATCH_SHIFT) - 1
+    stage = int(codes.max())
+    if stage >> _HOP_SHIFT:
+        stage = int((codes & _STAGE_BITS).max())
+    return stage >> _STAGE_SHIFT, (int((codes & _MICROBATCH_BITS).max()) >> _MICROBATCH_SHIFT) - 1
 
 
 def types(codes: Codes) -> NDArray[np.int64]:
@@ -170,13 +214,22 @@ def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
         block = codes[begin : begin + _BLOCK]
         counts = np.bincount((block & _FORM_MASK) + (block & _MICROBATCH_BITS > 0) * _WITH_MICROBATCH)
         forms.update(counts.nonzero()[0].tolist())
-        if block.min() < 0 or not forms <= _FORMS:
+        if block.min() < 0 or not forms <= _FORMS or not _have_peers(block):
             return False
     if not any(form & JOINED for form in forms):
         return True
     begins = offsets[:-1][offsets[:-1] < len(codes)]
     before = codes[(codes & JOINED).nonzero()[0] - 1]
     return bool(not (codes[begins] & JOINED).any() and kind_mask(COMPUTE)[types(before)].all())
+
+
+def _have_peers(codes: Codes) -> bool:
+    """Return whether only transfers have hops, to stages that can exist."""
+    if not has_hops(codes):
+        return True
+    far = codes[hops(codes) > 0]
+    peer = peers(far)
+    return bool(_SIDE[types(far)].all() and peer.min() >= 0 and peer.max() <= LARGEST_STAGE)
 
 
 def cell_starts(codes: Codes) -> NDArray[np.int64]:

@@ -8,13 +8,14 @@ from operator import index
 from typing import TYPE_CHECKING, Final, SupportsIndex
 
 from penstock.errors import PlacementError
+from penstock.ir.actions import LARGEST_STAGE
 from penstock.ir.numbers import whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 #: More stages than any model has layers.
-MOST_STAGES: Final = 10**7
+MOST_STAGES: Final = LARGEST_STAGE + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Placement:
         if not isinstance(given, Iterable):
             raise PlacementError(f"rank_of must list the rank of each stage, e.g. (0, 1, 1, 0), got {given!r}")
         object.__setattr__(self, "rank_of", tuple(map(_plain, given)))
+        if len(self.rank_of) > MOST_STAGES:
+            raise PlacementError(f"there are {len(self.rank_of)} stages; at most {MOST_STAGES} are possible")
         for stage, rank in enumerate(self.rank_of):
             if not 0 <= rank < self.ranks:
                 raise PlacementError(

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 import numpy as np
 
 from penstock.errors import PlacementError, ScheduleError
+from penstock.ir import edges as wiring
 from penstock.ir import grid, packed
-from penstock.ir.actions import LARGEST_INDEX, Action, parse_cell
+from penstock.ir.actions import LARGEST_MICROBATCH, Action, parse_cell
 from penstock.ir.numbers import whole_number
 from penstock.ir.placement import Placement, first_gap
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.ir.edges import Edge, Link
     from penstock.ir.packed import Codes
 
 #: A cell of a row: an action, its text form, or None for an idle step.
@@ -48,12 +50,21 @@ class Schedule:
     The placement and the number of microbatches are inferred from the actions unless given. If given, they are taken
     as intended, and actions that contradict them are reported by the verifier.
 
-    It is immutable. Equality and hash depend on the content, which does not include the metadata (such as a name).
+    Without ``edges``, every stage passes its output to the next one. With them, any stage can pass values to any later
+    ones:
+
+    >>> from penstock.ir.edges import Edge
+    >>> schedule.with_edges([Edge(0, (1,)), Edge(0, (1,), "mask", gradient=False)]).is_chain
+    False
+
+    It is immutable. Equality and hash depend on the content, which does not include the metadata (such as a name), nor
+    the names of the values on its edges.
     """
 
-    __slots__ = ("_codes", "_hash", "_metadata", "_microbatches", "_offsets", "_placement", "_rows")
+    __slots__ = ("_codes", "_edges", "_hash", "_metadata", "_microbatches", "_offsets", "_placement", "_rows")
 
     _codes: Codes
+    _edges: tuple[Edge, ...] | None
     _hash: int | None
     _metadata: Mapping[str, Any]
     _microbatches: int
@@ -68,9 +79,10 @@ class Schedule:
         placement: Placement | None = None,
         microbatches: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        edges: Iterable[Edge] | None = None,
     ) -> None:
         cells = [_checked_cells(rank, row) for rank, row in enumerate(_in_rank_order(rows))]
-        self._fill([packed.pack_cells(row) for row in cells], placement, microbatches, metadata)
+        self._fill([packed.pack_cells(row) for row in cells], placement, microbatches, metadata, edges)
 
     @classmethod
     def from_text(
@@ -80,11 +92,13 @@ class Schedule:
         placement: Placement | None = None,
         microbatches: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        edges: Iterable[Edge] | None = None,
     ) -> Schedule:
         """Read a grid: a line per rank, cells separated by spaces, ``.`` for an idle step.
 
         Lines may begin with ``rank 0`` or ``rank 0:``, and then come in any order. A line of step numbers is skipped,
-        so the output of ``schedule.grid(aligned=False)`` can be read back.
+        so the output of ``schedule.grid(aligned=False)`` can be read back. A line such as ``edges: 0>1 0>2/F 1>2`` has
+        the edges, if they are not a chain; ``/F`` marks one that has no gradient.
 
         >>> Schedule.from_text('''
         ...     rank 0: 0F0 .   .   0B0
@@ -92,8 +106,11 @@ class Schedule:
         ... ''')
         <Schedule: 2 ranks, 2 stages, 1 microbatch, 4 actions>
         """
-        rows = grid.cells_from_text(text)
-        return cls(rows, placement=placement, microbatches=microbatches, metadata=metadata)
+        rows, written = grid.parse_grid(text)
+        if written is not None and edges is not None:
+            raise ScheduleError("the text has a line of edges; drop it, or do not pass edges=")
+        edges = edges if written is None else written
+        return cls(rows, placement=placement, microbatches=microbatches, metadata=metadata, edges=edges)
 
     @classmethod
     def from_codes(
@@ -103,10 +120,11 @@ class Schedule:
         placement: Placement | None = None,
         microbatches: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        edges: Iterable[Edge] | None = None,
     ) -> Schedule:
         """Build from packed actions (see ``ir/packed.py``), a row per rank; for generators and passes."""
         schedule = cls.__new__(cls)
-        schedule._fill(rows, placement, microbatches, metadata)
+        schedule._fill(rows, placement, microbatches, metadata, edges)
         if not packed.is_wellformed(schedule.codes, schedule.offsets):
             raise ScheduleError("the codes are not those of actions")
         return schedule
@@ -122,8 +140,26 @@ class Schedule:
         put(other, "_offsets", _frozen(offsets))
         put(other, "_rows", {})
         put(other, "_hash", None)
-        for kept in ("_metadata", "_placement", "_microbatches"):
+        for kept in ("_metadata", "_placement", "_microbatches", "_edges"):
             put(other, kept, getattr(self, kept))
+        return other
+
+    def with_edges(self, edges: Iterable[Edge]) -> Schedule:
+        """Replace the edges of a compute-only schedule.
+
+        >>> from penstock.ir.edges import Edge, chain
+        >>> schedule = Schedule([["0F0", "2F0", "2B0", "0B0"], ["1F0", "1B0"]])
+        >>> schedule.with_edges([*chain(3), Edge(0, (2,), "skip")])
+        <Schedule: 2 ranks, 3 stages, 1 microbatch, 6 actions, 3 edges>
+
+        Raises:
+            EdgeError: an edge goes backwards, or to a stage that does not exist.
+            ScheduleError: the schedule is lowered, so its transfers are those of its present edges.
+        """
+        if self.lowered:
+            raise ScheduleError("a lowered schedule has the transfers of its edges; replace the edges, then lower it")
+        other = self.with_codes(self._codes, self._offsets)
+        object.__setattr__(other, "_edges", wiring.checked_edges(edges, self.stages))
         return other
 
     def _fill(
@@ -132,6 +168,7 @@ class Schedule:
         placement: Placement | None,
         microbatches: int | None,
         metadata: Mapping[str, Any] | None,
+        edges: Iterable[Edge] | None,
     ) -> None:
         if not rows:
             raise ScheduleError("a schedule needs at least one rank, but there are no rows")
@@ -150,9 +187,10 @@ class Schedule:
         put(self, "_hash", None)
         put(self, "_metadata", MappingProxyType(_copied(metadata or {})))
         put(self, "_placement", placement or _derived_placement(rows))
+        put(self, "_edges", None if edges is None else wiring.checked_edges(edges, self._placement.stages))
         if microbatches is None:
             microbatches = packed.largest(codes)[1] + 1
-        put(self, "_microbatches", whole_number("microbatches", microbatches, most=LARGEST_INDEX + 1))
+        put(self, "_microbatches", whole_number("microbatches", microbatches, most=LARGEST_MICROBATCH + 1))
 
     @property
     def ranks(self) -> int:
@@ -178,6 +216,21 @@ class Schedule:
     def metadata(self) -> Mapping[str, Any]:
         """Additional information, e.g. its name; kept in JSON files."""
         return self._metadata
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Which values go from which stage to which later ones; by default from every stage to the next."""
+        return wiring.chain(self.stages) if self._edges is None else self._edges
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """What stages send each other for each microbatch, by source and target."""
+        return wiring.links(self.edges)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every stage passes one value to the next one, and nothing else."""
+        return self._edges is None or wiring.is_chain(self._edges, self.stages)
 
     @property
     def actions(self) -> Sequence[Row]:
@@ -252,16 +305,23 @@ class Schedule:
         return (
             self._microbatches == other._microbatches
             and self._placement == other._placement
+            and self._wiring == other._wiring
             and np.array_equal(self._offsets, other._offsets)
             and np.array_equal(self._codes, other._codes)
         )
 
     def __hash__(self) -> int:
         if self._hash is None:
-            content = (self._microbatches, self._placement, self._offsets.tobytes(), self._codes.tobytes())
+            codes, offsets = self._codes.tobytes(), self._offsets.tobytes()
+            content = (self._microbatches, self._placement, self._wiring, offsets, codes)
             object.__setattr__(self, "_hash", hash(content))
             assert self._hash is not None
         return self._hash
+
+    @property
+    def _wiring(self) -> tuple[Edge, ...] | None:
+        """The edges without the names of their values; None for a chain."""
+        return None if self.is_chain else tuple(edge._replace(value="") for edge in self.edges)
 
     @property
     def summary(self) -> str:
@@ -274,6 +334,7 @@ class Schedule:
             _counted(self.stages, "stage"),
             _counted(self._microbatches, "microbatch"),
             _counted(actions, "action"),
+            *([] if self.is_chain else [_counted(len(self.edges), "edge")]),
         ]
         return f"Schedule{name}: {', '.join(counts)}"
 
@@ -294,7 +355,7 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         rows = [self.codes_of(rank) for rank in range(self.ranks)]
-        return _unpickle, (rows, self._placement, self._microbatches, dict(self._metadata))
+        return _unpickle, (rows, self._placement, self._microbatches, dict(self._metadata), self._edges)
 
 
 class _Rows(Sequence[Row]):
@@ -411,5 +472,11 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _unpickle(rows: Sequence[Codes], placement: Placement, microbatches: int, metadata: Mapping[str, Any]) -> Schedule:
-    return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata=metadata)
+def _unpickle(
+    rows: Sequence[Codes],
+    placement: Placement,
+    microbatches: int,
+    metadata: Mapping[str, Any],
+    edges: tuple[Edge, ...] | None = None,
+) -> Schedule:
+    return Schedule.from_codes(rows, placement=placement, microbatches=microbatches, metadata=metadata, edges=edges)

@@ -10,7 +10,7 @@ from penstock.graph.action_table import NONE
 from penstock.graph.array_blocks import blocks, concatenate, row_blocks
 from penstock.graph.sorting import stable_order
 from penstock.ir import packed
-from penstock.ir.actions import LARGEST_INDEX
+from penstock.ir.actions import LARGEST_MICROBATCH
 from penstock.ir.dependencies import TRANSFER_TYPES, TRANSFERS
 from penstock.ir.numbers import whole_number
 from penstock.lowering.rows import table_of
@@ -45,7 +45,7 @@ def defer_with_turns(
     A transfer whose receive is now posted later than it used to happen gets a turn after the preceding action.
     """
     if look_ahead is not None:
-        look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_INDEX)
+        look_ahead = whole_number("look_ahead", look_ahead, most=LARGEST_MICROBATCH)
     actions = table_of(schedule)
     order = np.empty(len(actions), np.int32)
     later = None if turns is None else turns.copy()

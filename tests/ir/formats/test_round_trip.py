@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
+from penstock.ir.edges import Edge
 from penstock.ir.formats import FORMATS, files
 from penstock.schedules.registry import RECIPES
 from strategies import schedules
@@ -202,3 +203,65 @@ def test_reading_a_folder(tmp_path):
         ps.read(tmp_path / "it.csv")
     with pytest.raises(ps.WriteError, match="Is a directory"):
         ps.build("GPipe", ranks=1, microbatches=1).write(tmp_path / "it.csv")
+
+
+SKIPS = (Edge(0, (1, 3), "x"), Edge(0, (2,), "mask", gradient=False), Edge(1, (2,)), Edge(2, (3,)))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".txt"])
+def test_edges_beyond_the_chain(tmp_path, suffix):
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=2).with_edges(SKIPS)
+    schedule.write(tmp_path / f"it{suffix}")
+    again = ps.read(tmp_path / f"it{suffix}")
+    assert again == schedule
+    assert not again.is_chain
+
+
+def test_how_edges_look(tmp_path):
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=1).with_edges(SKIPS)
+    schedule.write(tmp_path / "it.txt")
+    assert (tmp_path / "it.txt").read_text().startswith("edges: 0>1,3 0>2/F 1>2 2>3\nstep ")
+    schedule.write(tmp_path / "it.json")
+    assert json.loads((tmp_path / "it.json").read_text())["edges"] == [
+        {"source": 0, "targets": [1, 3], "value": "x"},
+        {"source": 0, "targets": [2], "value": "mask", "gradient": False},
+        {"source": 1, "targets": [2]},
+        {"source": 2, "targets": [3]},
+    ]
+    assert ps.read(tmp_path / "it.json").edges == SKIPS, "with the names of values"
+
+
+@pytest.mark.parametrize(
+    ("edges", "told"),
+    [
+        (SKIPS, r"edge 0>1,3 \(x\)"),
+        ([Edge(0, (1,)), Edge(1, (2,)), Edge(1, (2,)), Edge(2, (3,))], "two values on one edge"),
+        ([Edge(0, (1,)), Edge(2, (3,))], "no edge 1>2"),
+    ],
+)
+def test_csv_holds_chains_only(tmp_path, edges, told):
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=2).with_edges(edges)
+    with pytest.raises(ps.WriteError, match=rf"chains only, but the schedule has {told}; write a \.json or \.txt file"):
+        schedule.write(tmp_path / "it.csv")
+    assert not (tmp_path / "it.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("edges", "told"),
+    [
+        ("1", '"edges" is "1"; it must be a list'),
+        ([1], "1 is not an edge; write e.g."),
+        ([{"source": 0}], "is not an edge; write e.g."),
+        ([{"source": 0, "targets": [1], "to": 3}], "is not an edge; write e.g."),
+        ([{"source": 0, "targets": ["1"]}], "stages must be numbers"),
+        ([{"source": 0, "targets": [1], "gradient": 0}], '"gradient" true or false'),
+        ([{"source": 1, "targets": [0]}], "goes backwards"),
+    ],
+)
+def test_json_with_bad_edges(tmp_path, edges, told):
+    ps.build("GPipe", ranks=2, microbatches=1).write(tmp_path / "it.json")
+    document = json.loads((tmp_path / "it.json").read_text())
+    (tmp_path / "it.json").write_text(json.dumps({**document, "edges": edges}))
+    with pytest.raises(ps.ReadError) as caught:
+        ps.read(tmp_path / "it.json")
+    assert told in str(caught.value)

@@ -18,7 +18,7 @@ def check_rows_suffice(schedule: Schedule, target: str) -> None:
         inferred = Schedule.from_codes([schedule.codes_of(rank) for rank in range(schedule.ranks)])
     except PenstockError as fact:
         raise WriteError(f"{target} holds only rows of actions, and {fact}; write a .json file instead") from None
-    if inferred != schedule:
+    if (inferred.placement, inferred.microbatches) != (schedule.placement, schedule.microbatches):
         lost = "placement" if inferred.placement != schedule.placement else f"{schedule.microbatches} microbatches"
         raise WriteError(
             f"{target} holds only rows of actions, which do not determine the {lost}; write a .json file instead"

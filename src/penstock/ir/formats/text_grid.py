@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.ir import grid
 from penstock.ir.formats.rows import check_not_truncated, check_rows_suffice
 from penstock.ir.schedule import Schedule
 
@@ -14,6 +15,7 @@ def schedule_from_grid(text: str) -> Schedule:
 
 
 def grid_from_schedule(schedule: Schedule) -> str:
-    """Return the grid as written, not aligned."""
+    """Return the grid as written, not aligned, after a line with its edges if they are not a chain."""
     check_rows_suffice(schedule, "a text grid")
-    return schedule.grid(aligned=False) + "\n"
+    edges = "" if schedule.is_chain else grid.edges_line(schedule.edges) + "\n"
+    return edges + schedule.grid(aligned=False) + "\n"

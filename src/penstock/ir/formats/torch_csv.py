@@ -1,7 +1,7 @@
 """Reads and writes CSV as PyTorch does: a row per rank, a cell per step, an empty cell for an idle one.
 
 A CSV file holds only the actions, so a schedule whose placement or number of microbatches cannot be inferred from its
-actions is not written as CSV.
+actions is not written as CSV, and neither is one whose edges are not a chain.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from penstock.errors import FormatError, PlacementError
+from penstock.errors import FormatError, PlacementError, WriteError
 from penstock.ir.actions import parse_cell
+from penstock.ir.edges import chain
 from penstock.ir.formats.rows import check_not_truncated, check_rows_suffice
 from penstock.ir.schedule import Schedule
 
@@ -63,7 +64,22 @@ def _csv_rows(text: str) -> Iterator[tuple[int, list[str]]]:
 
 def csv_from_schedule(schedule: Schedule) -> str:
     """Return the CSV text of a schedule, with PyTorch's line endings."""
+    if not schedule.is_chain:
+        raise WriteError(
+            f"PyTorch's CSV holds chains only, but the schedule has {_beyond_a_chain(schedule)}; "
+            "write a .json or .txt file instead"
+        )
     check_rows_suffice(schedule, "CSV")
     text = io.StringIO()
     csv.writer(text).writerows([["" if cell is None else str(cell) for cell in row] for row in schedule.actions])
     return text.getvalue()
+
+
+def _beyond_a_chain(schedule: Schedule) -> str:
+    """Name an edge that a chain does not have, or lacks."""
+    usual = chain(schedule.stages)
+    other = next((edge for edge in schedule.edges if edge._replace(value="") not in usual), None)
+    if other is not None:
+        return f"edge {other}"
+    missing = next((edge for edge in usual if edge not in {each._replace(value="") for each in schedule.edges}), None)
+    return "two values on one edge" if missing is None else f"no edge {missing}"

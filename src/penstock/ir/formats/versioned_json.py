@@ -10,6 +10,9 @@
         {"rank": 1, "stages": [1], "actions": [null, "1F0", "1B0", null]}
       ]
     }
+
+If the stages are not a chain, there are also ``"edges": [{"source": 0, "targets": [1, 3]}, ...]``, each with a
+``"value"`` if it has a name, and with ``"gradient": false`` if it has none.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from penstock.errors import FormatError, ScheduleSyntaxError, WriteError
 from penstock.ir.actions import parse_cell
+from penstock.ir.edges import Edge
 from penstock.ir.formats.files import refuse_duplicate_keys, shorten
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
@@ -34,13 +38,15 @@ VERSION: Final = 1
 
 def json_from_schedule(schedule: Schedule) -> str:
     """Return the JSON text of a schedule, a line per rank."""
-    head = {
+    head: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "metadata": dict(schedule.metadata),
         "microbatches": schedule.microbatches,
         "stages": schedule.stages,
     }
+    if not schedule.is_chain:
+        head["edges"] = [_json_from_edge(edge) for edge in schedule.edges]
     try:
         lines = [f"  {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in head.items()]
         kept = json.loads(json.dumps(head["metadata"])) == head["metadata"]
@@ -114,7 +120,36 @@ def _schedule(document: Mapping[str, Any]) -> Schedule:
     placement = Placement.from_rows([stages[rank] for rank in range(len(entries))])
     if not _is_count(document.get("stages")) or document.get("stages") != placement.stages:
         raise FormatError(f'"stages" is {_shown(document.get("stages"))}, but the ranks hold {placement.stages}')
-    return Schedule(rows, placement=placement, microbatches=microbatches, metadata=metadata)
+    edges = _edges_from_json(document["edges"]) if "edges" in document else None
+    return Schedule(rows, placement=placement, microbatches=microbatches, metadata=metadata, edges=edges)
+
+
+def _json_from_edge(edge: Edge) -> dict[str, Any]:
+    entry: dict[str, Any] = {"source": edge.source, "targets": edge.targets}
+    if edge.value:
+        entry["value"] = edge.value
+    if not edge.gradient:
+        entry["gradient"] = False
+    return entry
+
+
+def _edges_from_json(entries: object) -> list[Edge]:
+    if not isinstance(entries, list):
+        raise FormatError(f'"edges" is {_shown(entries)}; it must be a list of objects')
+    return [_edge_from_json(entry) for entry in entries]
+
+
+def _edge_from_json(entry: object) -> Edge:
+    example = 'write e.g. {"source": 0, "targets": [1, 3]}'
+    if not isinstance(entry, dict) or not {"source", "targets"} <= entry.keys() <= set(Edge._fields):
+        raise FormatError(f"{_shown(entry)} is not an edge; {example}")
+    source, targets = entry["source"], entry["targets"]
+    value, gradient = entry.get("value", ""), entry.get("gradient", True)
+    if not _is_count(source) or not isinstance(targets, list) or not all(map(_is_count, targets)):
+        raise FormatError(f"{_shown(entry)} is not an edge: stages must be numbers; {example}")
+    if not isinstance(value, str) or not isinstance(gradient, bool):
+        raise FormatError(f'{_shown(entry)} is not an edge: "value" must be a string, "gradient" true or false')
+    return Edge(source, tuple(targets), value, gradient)
 
 
 def _rank_from_json(entry: object, number: int, ranks: int) -> int:
