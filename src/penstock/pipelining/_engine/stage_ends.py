@@ -79,6 +79,8 @@ class StageLoss(LastEnd):
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             step.training_check.unrooted = loss, _normalize_model_output_as_tuple(output)
             return ()
+        if self._stage._is_lost(loss, step.operands[1]):
+            self._stage._check_trained(loss, (), has_inputs=False)
         schedule._replace_loss(microbatch, loss.detach())  # a loss that is kept would keep its graph
         if loss.numel() != 1 and microbatch not in self._split:
             step.seeds[microbatch] = RuntimeError(

@@ -62,7 +62,11 @@ class _PipelineSchedule(ABC):
 
     Attributes:
         scale_grads: whether gradients are divided by the number of microbatches; right for a loss that is a mean.
+        allow_untrained: accept a step that trains nothing, or in which a stage passes no gradient on although it has
+            something to train; by default it is an error.
     """
+
+    allow_untrained = False
 
     def __init__(
         self,
@@ -319,6 +323,8 @@ class _PipelineSchedule(ABC):
             raise RuntimeError("step() runs a backward pass, but gradients are disabled; call eval() instead")
         for stage in stages:
             stage.has_backward = self._has_backward
+            if hasattr(stage, "_allows_untrained"):
+                stage._allows_untrained = self.allow_untrained
         for stage in stages:
             stage.clear_runtime_states()
         return self._microbatches_of(args, kwargs, target)

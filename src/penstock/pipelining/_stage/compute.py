@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from functools import cache, partial
 from operator import attrgetter
@@ -14,8 +13,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.execution.autograd import is_lazy, pop_gradients, run_backward, unshare_gradients
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.pipelining._debug import map_debug_info
-from penstock.pipelining._stage.messages import StageMessages
 from penstock.pipelining._stage.sharing import check_unmodified, watch
+from penstock.pipelining._stage.training_check import TrainingCheck, needs_gradient
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 from penstock.pipelining._utils import (
     InferenceMode,
@@ -33,13 +32,9 @@ if TYPE_CHECKING:
 Gradients = tuple[torch.Tensor | None, ...]
 #: The name, in what the first half of a backward leaves, of the second.
 WEIGHT_BACKWARD: Final = "weight_backward"
-_CUT_OFF: Final = (
-    "is its output detached, or computed under no_grad or by reentrant checkpointing of an input that requires no grad "
-    "(use_reentrant=False)?"
-)
 
 
-class StageCompute(StageMessages):
+class StageCompute(TrainingCheck):
     """A stage at work."""
 
     _split: SplitBackward | None = None
@@ -167,7 +162,9 @@ class StageCompute(StageMessages):
         # Arguments by keyword belong to the user, and so do their gradients.
         received = inputs[:-by_keyword] if by_keyword else inputs
         if not any(map(_is_root, (loss,) if is_last else outputs)):
-            self._check_trained(loss, outputs, any(map(_needs_gradient, received)))
+            self._check_trained(loss, outputs, any(map(needs_gradient, received)))
+        elif is_last and isinstance(loss, torch.Tensor) and self._is_lost(loss, received):
+            self._check_trained(loss, (), has_inputs=False)
         beginning = {
             "stage_output": loss if is_last else outputs,
             "output_grads": None if is_last else self._output_gradients(bwd_chunk_id, outputs),
@@ -186,34 +183,6 @@ class StageCompute(StageMessages):
             what = f"Stage {self.stage_index} backward output (input_grads)"
             self._validate_stage_tensors(what, self._metas_of(bwd_chunk_id).input_grads, gradients)
         self.bwd_cache[bwd_chunk_id] = gradients
-
-    def _check_trained(self, loss: Any, outputs: Sequence[Any], has_inputs: bool) -> None:
-        """Refuse a loss that trains nothing although it should; warn where torch continues silently."""
-        if self.dw_builder or (self.is_last and not isinstance(loss, torch.Tensor)):
-            return
-        module: Any = self.submod  # which may be a stand-in
-        trained = isinstance(module, torch.nn.Module) and any(one.requires_grad for one in module.parameters())
-        if self.is_last and any(map(_needs_gradient, outputs)):
-            raise RuntimeError(
-                f"stage {self.stage_index}: the loss does not require grad, although the output of the last stage "
-                "does; does loss_fn detach it, call .item() or run under no_grad?"
-            )
-        if self.is_last and (trained or (not self.is_first and has_inputs)):
-            what = "parameters" if trained else "inputs"
-            raise RuntimeError(
-                f"stage {self.stage_index}: neither the output of the last stage nor the loss requires grad, although "
-                f"{what} of the stage do, so nothing is trained: {_CUT_OFF}"
-            )
-        if self.is_last:
-            _warn(
-                f"stage {self.stage_index}: the loss does not require grad, so the step trains nothing; is every "
-                "parameter frozen?"
-            )
-        elif trained:
-            _warn(
-                f"stage {self.stage_index} has parameters that require grad, but its output does not, so they are "
-                f"not trained: {_CUT_OFF}"
-            )
 
     def _agreed(self, gradients: Gradients) -> Gradients:
         """Select the gradients of inputs that were agreed; others belong to a program that passes more inputs."""
@@ -363,7 +332,7 @@ class StageCompute(StageMessages):
         self._own_gradients()
         if len(wanted) < len(inputs):
             each = iter(found)
-            found = [next(each) if _needs_gradient(one) else None for one in inputs]
+            found = [next(each) if needs_gradient(one) else None for one in inputs]
         return tuple(found), [{WEIGHT_BACKWARD: left}]
 
     def _splits_backward(self) -> bool:
@@ -514,7 +483,7 @@ def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], 
         return [outputs], [gradients]
     outputs = outputs or ()
     if gradients is None:
-        gradients = [torch.ones_like(one) if _needs_gradient(one) else None for one in outputs if of_any_size]
+        gradients = [torch.ones_like(one) if needs_gradient(one) else None for one in outputs if of_any_size]
     roots, known = [], []
     for output, gradient in zip(outputs, gradients, strict=bool(gradients)):
         if gradient is not None and _is_root(output):
@@ -524,15 +493,7 @@ def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], 
 
 
 def _is_root(value: Any) -> bool:
-    return isinstance(value, GradientEdge) or _needs_gradient(value)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    return isinstance(value, GradientEdge) or needs_gradient(value)
 
 
 def _taken(inputs: Sequence[Any]) -> Gradients:
@@ -544,7 +505,7 @@ def _taken(inputs: Sequence[Any]) -> Gradients:
         return tuple(pop_gradients(inputs))
     found = []
     for value in inputs:
-        gradient = value.grad if _needs_gradient(value) and (value.is_leaf or value.retains_grad) else None
+        gradient = value.grad if needs_gradient(value) and (value.is_leaf or value.retains_grad) else None
         if gradient is not None:
             value.grad = None
         found.append(gradient)
@@ -553,7 +514,7 @@ def _taken(inputs: Sequence[Any]) -> Gradients:
 
 def kept_gradients(inputs: Sequence[Any]) -> Gradients:
     """The gradients of what the model was called with: they are the user's, and stay where they are."""
-    return tuple([value.grad if _needs_gradient(value) and value.is_leaf else None for value in inputs])
+    return tuple([value.grad if needs_gradient(value) and value.is_leaf else None for value in inputs])
 
 
 def detach_in_place(outputs: Sequence[Any]) -> None:

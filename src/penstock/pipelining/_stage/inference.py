@@ -66,7 +66,8 @@ class StageInference(_PipelineStageBase):
     def _warmup_forward_vote(self, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
         """Vote, and send the next stage whether all up to here have examples enough: 1 if so, else 0.
 
-        Beside the vote go the samples of the batch in all, and on this rank of the first stage.
+        Beside the vote go whether a stage up to here has something to train, and the samples of the batch in all, and
+        on this rank of the first stage.
 
         Args:
             has_backward: whether gradients are needed.
@@ -74,12 +75,14 @@ class StageInference(_PipelineStageBase):
         """
         uneven = self.is_first and len(set(find_kinds(*self._next_microbatches)[0])) > 1
         vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
-        votes = torch.tensor([vote, *(self._batch_samples or NOT_KNOWN)], dtype=torch.int32, device=self.device)
+        trained_before = False
+        samples = self._batch_samples or NOT_KNOWN
         if not self.is_first:
-            received = self._receive_numbers(received_acc, self.stage_index - 1, len(votes))
-            votes = torch.cat([votes[:1] * received[:1], received[1:]])
-            samples = Samples(*votes[1:].tolist())
+            received = self._receive_numbers(received_acc, self.stage_index - 1, 2 + len(samples)).tolist()
+            vote, trained_before, samples = vote * received[0], bool(received[1]), Samples(*received[2:])
             self._batch_samples = None if samples == NOT_KNOWN else samples
+        trained = self._note_training(trained_before, self._next_microbatches)
+        votes = torch.tensor([vote, trained, *samples], dtype=torch.int32, device=self.device)
         if not self.is_last and not self._is_same_rank(self.stage_index + 1):
             dist.send(votes, dst=self._resolve_peer_global_rank(self.stage_index + 1), group=self.group)
         return votes
