@@ -34,6 +34,7 @@ from penstock.runtime.losses import check_reduction, find_shares
 from penstock.runtime.program_cache import PER_MICROBATCH, ProgramCache, check_shapes, model_with_headers
 from penstock.runtime.setup_checks import check_ranks_agree, check_schedule, check_stages, collect_stages
 from penstock.runtime.shared_losses import broadcast_losses
+from penstock.runtime.ties import Ties, describe_options
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.verification.check import verify as prove
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.runtime.losses import Weight
     from penstock.runtime.pipeline import Pipeline
     from penstock.runtime.recording import Recording
+    from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
 #: In seconds: the least interval at which the start of a step checks whether another rank has failed; within a step
@@ -95,6 +97,7 @@ class Engine:
         loss_fn: the loss of a microbatch, if there is one.
         output_spec: how outputs are merged.
         scaling: multiplies gradients, if there is a scaler.
+        ties: keeps parameters equal that several stages hold.
         custom_functions: the user's own functions, by the type of action that they replace.
         failures: the scope around each call: it makes an error here one on every rank.
         recording: the current recording, if any.
@@ -116,6 +119,8 @@ class Engine:
         output_spec: Any,
         share_losses: bool,
         scaler: torch.amp.GradScaler | None,
+        ties: Iterable[GivenTie],
+        check_ties_every: int,
         allow_untrained: bool,
         verify: bool,
     ) -> None:
@@ -151,7 +156,10 @@ class Engine:
             self.scaling = None if scaler is None else Scaling(scaler, self.stages, transport)
             needs_loss = loss_fn is None and not self.is_forward_only
             check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
-            check_ranks_agree(transport, self.schedule, self._common_options())
+            ties = tuple(ties)
+            common = self._common_options() | describe_options(ties, check_ties_every)
+            check_ranks_agree(transport, self.schedule, common)
+            self.ties = Ties(ties, self.stages, schedule.placement.rank_of, transport, check_ties_every)
 
     @property
     def rank(self) -> int:
@@ -197,6 +205,8 @@ class Engine:
     @contextmanager
     def step_scope(self, *, training: bool) -> Iterator[None]:
         """Around a step: when it ends, gradients are complete on all replicas, and an overflow counts on all ranks."""
+        if training:
+            self.ties.begin_step()
         for stage in self.stages.values():
             stage.begin()
         elsewhere = self._reductions if ComputationType.REDUCE_GRAD in self.custom_functions else ()
@@ -206,6 +216,8 @@ class Engine:
         finally:
             for stage in self.stages.values():
                 stage.end()
+        if training:
+            self.ties.finish_step(self.transport)
         if training and self.scaling is not None:
             self.scaling.sync_overflow()
 

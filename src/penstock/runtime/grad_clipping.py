@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError, StageError
+from penstock.execution.distributed_tensors import is_distributed, local_part, placed_like
 from penstock.execution.stage import device_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from penstock.execution.stage import Stage
     from penstock.runtime.transport.protocol import Transport
@@ -33,8 +33,19 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    uncounted: Collection[torch.nn.Parameter] = (),
+    unscaled: Collection[torch.nn.Parameter] = (),
 ) -> torch.Tensor:
     """Scale the gradients of a pipeline down to a norm of `max_norm` at most; all ranks call it.
+
+    Args:
+        stages: the stages of this rank.
+        transport: what connects the ranks.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the order of the norm.
+        error_if_nonfinite: whether to raise if the norm is not a finite number.
+        uncounted: the parameters that count elsewhere: each tie counts once.
+        unscaled: the parameters whose gradients another rank of this process scales.
 
     >>> from penstock.execution.stage import Stage
     >>> from penstock.runtime.transport.threads import thread_transports
@@ -53,7 +64,8 @@ def clip_grad_norm_(
         raise StageError(f"norm_type must be a positive number, or inf for the largest gradient, not {norm_type!r}")
     parameters = parameters_of(stages)
     wide = any(parameter.grad.dtype in _WIDE for parameter in parameters if parameter.grad is not None)
-    reports = transport.exchange(_NORM.pack(shared_norm(parameters, norm_type), wide))
+    counted = _without(parameters, uncounted)
+    reports = transport.exchange(_NORM.pack(shared_norm(counted, norm_type), wide))
     norms, widths = zip(*map(_NORM.unpack, reports), strict=True)
     total = combined(norms, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
@@ -64,7 +76,7 @@ def clip_grad_norm_(
     scale = max_norm / (total + _TINY)
     if not scale >= 1:  # also if it is not a number
         with torch.no_grad():
-            for gradient in local_gradients(parameters):
+            for gradient in local_gradients(_without(parameters, unscaled)):
                 gradient.mul_(scale)
     return torch.tensor(total, dtype=torch.float64 if any(widths) else torch.float32, device=device_of(stages))
 
@@ -74,12 +86,19 @@ def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:
     return list(dict.fromkeys(parameter for stage in stages.values() for parameter in stage.module.parameters()))
 
 
+def _without(
+    parameters: Sequence[torch.nn.Parameter], others: Collection[torch.nn.Parameter]
+) -> Sequence[torch.nn.Parameter]:
+    left_out = set(others)
+    return [one for one in parameters if one not in left_out] if left_out else parameters
+
+
 def local_gradients(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """List the gradients, or this rank's shards of them, without empty ones. Modify them only in place.
 
     Of a sparse one, these are the values that it has, also where several are for one element.
     """
-    parts = [_values(_local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+    parts = [_values(local_part(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     return [part for part in parts if part.numel() > 0]
 
 
@@ -138,23 +157,9 @@ def _gathered(norm: float, group: dist.ProcessGroup, device: torch.device) -> li
     return norms
 
 
-def _is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. None exist if that type has not been imported."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    part: torch.Tensor = tensor.to_local() if _is_distributed(tensor) else tensor
-    return part
-
-
 def _placed(parameter: Any) -> torch.Tensor:
     """Get the gradient of a parameter, or this rank's shard of it, sharded like the parameter."""
-    gradient = parameter.grad.detach()
-    if _is_distributed(gradient) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    gradient = _local(gradient)
+    gradient = local_part(placed_like(parameter.grad.detach(), parameter))
     return _values(gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient)
 
 
@@ -167,7 +172,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _shard_groups(parameter: Any) -> tuple[dist.ProcessGroup, ...]:
     """Find the groups over which a parameter is sharded; none for one that is whole here."""
-    if not _is_distributed(parameter):
+    if not is_distributed(parameter):
         return ()
     mesh = parameter.device_mesh
     return tuple(

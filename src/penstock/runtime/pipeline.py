@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, MutableSequence
 
     from penstock.execution.stage import Stage
+    from penstock.execution.ties import Tie
     from penstock.ir.schedule import Schedule
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.losses import Weight
+    from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
 #: Arguments of a Pipeline whose names say that they are not for a stage.
@@ -37,6 +39,7 @@ _OF_CONSTRUCTOR: Final = frozenset(
         "loss_reduction",
         "loss_weight",
         "share_losses",
+        "ties",
         "allow_untrained",
         "args_spec",
         "kwargs_spec",
@@ -78,6 +81,11 @@ class Pipeline:
         output_spec: how outputs are merged; by default along dimension 0.
         share_losses: give the losses to every rank, not only to that of the last stage.
         scaler: multiplies the gradients; each rank has one, and calls its ``step`` and ``update`` as usual.
+        ties: parameters that several stages hold as one: names, ``("wte.weight", "lm_head.weight")``, for all stages
+            that have a parameter of one of these names; or a ``penstock.Tie``. Members on one rank become one tensor,
+            so create the optimizer afterwards.
+        check_ties_every: after how many steps to check again that tied parameters are equal, beside the first steps; 0
+            turns it off.
         allow_untrained: accept a step that trains nothing, or leaves a stage untrained whose parameters require
             gradients, e.g. because its output is detached.
         verify: prove the schedule for this transport before anything runs; also the one that ``eval`` runs.
@@ -101,6 +109,8 @@ class Pipeline:
         output_spec: Any = None,
         share_losses: bool = False,
         scaler: torch.amp.GradScaler | None = None,
+        ties: Iterable[GivenTie] = (),
+        check_ties_every: int = 100,
         allow_untrained: bool = False,
         verify: bool = True,
         timeout: float = 300.0,
@@ -118,6 +128,8 @@ class Pipeline:
             output_spec=output_spec,
             share_losses=share_losses,
             scaler=scaler,
+            ties=ties,
+            check_ties_every=check_ties_every,
             allow_untrained=allow_untrained,
             verify=verify,
         )
@@ -156,6 +168,11 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether the last stage is here: then ``step`` needs the target, and returns the output."""
         return self._engine.has_last
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that several stages hold as one."""
+        return self._engine.ties.ties
 
     def step(
         self,
@@ -241,12 +258,19 @@ class Pipeline:
             error_if_nonfinite: whether to raise if the norm is not a finite number.
 
         Returns:
-            The norm before: over all stages, and shards of them; the same on every rank.
+            The norm before: over all stages, and shards of them, with tied parameters counted once; the same on every
+            rank.
         """
         engine = self._engine
         engine.begin_call("clip_grad_norm_()")
         return clip_grad_norm_(
-            engine.stages, engine.transport, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            engine.stages,
+            engine.transport,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            uncounted=engine.ties.uncounted,
+            unscaled=engine.ties.borrowed,
         )
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:

@@ -1,0 +1,73 @@
+"""Finds parameters by the names that they have in the model, whatever wraps the modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    import torch
+
+#: What torch.compile and checkpoint_wrapper put before a name.
+_WRAPPED: Final = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """Where a parameter is: it may be another object later, e.g. when a wrapper replaces it.
+
+    Attributes:
+        owner: the module that has it.
+        attribute: its name in that module.
+    """
+
+    owner: torch.nn.Module
+    attribute: str
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter that is there now."""
+        return self.owner._parameters[self.attribute]
+
+
+def places_by_name(module: torch.nn.Module) -> dict[str, ParameterPlace]:
+    """Find all parameters of a module by name; one that is used twice has two names.
+
+    Under a wrapper, a parameter has the name that it has without it, and the longer one as well.
+
+    >>> import torch
+    >>> compiled = torch.compile(torch.nn.Linear(2, 2, bias=False))
+    >>> sorted(places_by_name(compiled))
+    ['_orig_mod.weight', 'weight']
+    """
+    found: dict[str, ParameterPlace] = {}
+    plain = {"": ""}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for path, part in modules.items():
+        if path:
+            above, _, last = path.rpartition(".")
+            plain[path] = plain[above] if _is_wrapper(modules[above], last) else _joined(plain[above], last)
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                place = ParameterPlace(part, name)
+                found[_joined(path, name)] = place
+                found.setdefault(_joined(plain[path], name), place)
+    return found
+
+
+def replace_parameter(module: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
+    """Put one parameter in place of another, everywhere in a module."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is old:
+                part._parameters[name] = new
+
+
+def _is_wrapper(module: torch.nn.Module, attribute: str) -> bool:
+    return attribute in _WRAPPED or (attribute == "module" and isinstance(module, DistributedDataParallel))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
