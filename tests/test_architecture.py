@@ -52,7 +52,7 @@ def test_the_runtime_sends_four_frames_below_step():
 
 def drop_in_frames(rank, ranks, name, *, group):
     from penstock.pipelining import PipelineStage, schedules
-    from penstock.pipelining._engine.stage_links import GroupChannel
+    from penstock.pipelining._stage.group_channel import GroupChannel
 
     seen = []
     original = GroupChannel.send

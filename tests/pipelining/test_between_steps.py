@@ -20,15 +20,11 @@ from penstock.pipelining._engine.mode_selection import Mode
 from penstock.pipelining._schedule import base
 from penstock.pipelining._utils import PipeliningMetadataError
 from penstock.pipelining.schedules import _ScheduleForwardOnly
-from pipelining.contracts import CPU, WIDTH, averaged, fake_group, gradients, layers, numbers, unsplit
+from pipelining.contracts import CPU, WIDTH, averaged, gradients, layers, numbers, unsplit
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MICROBATCHES = 4
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    with fake_group():
-        yield
 
 
 def data(batch=8):

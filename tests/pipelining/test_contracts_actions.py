@@ -9,11 +9,6 @@ SHORT = {"F": "FORWARD", "I": "BACKWARD_INPUT", "W": "BACKWARD_WEIGHT", "B": "FU
 LONG = ["UNSHARD", "RESHARD", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "OVERLAP_F_B", "REDUCE_GRAD"]
 
 
-@pytest.fixture
-def s(package):
-    return package.schedules
-
-
 def test_types_are_strings_and_have_names_in_the_module(s):
     for value, name in (SHORT | {long: long for long in LONG}).items():
         kind = s._ComputationType(value)

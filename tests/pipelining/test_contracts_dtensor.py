@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipelining.contracts import CPU, OURS, UPSTREAM, Package, averaged, fake_group, numbers
+from pipelining.contracts import CPU, OURS, UPSTREAM, Package, averaged, numbers
 
 WIDTH, BATCH, MICROBATCHES = 8, 8, 4
 PLACEMENTS = {"1F1B": [[0], [1]], "Interleaved1F1B": [[0, 2], [1, 3]], "ZBVZeroBubble": [[0, 3], [1, 2]],
@@ -182,20 +182,14 @@ def test_evaluation_with_dtensors(package, workers, placement):
 # In one process -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tp():
-    with fake_group(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-
-
-def test_a_gradient_that_is_not_there_goes_as_zeros(package, tp):
+def test_a_gradient_that_is_not_there_goes_as_zeros(package, mesh):
     """In the form that was agreed, of tensors as well as of DTensors."""
     u = package._utils
     stage = package.stage.PipelineStage(nn.Identity(), 1, 2, CPU)
     stage.has_backward = True
     stage.chunks = 1
     stage.grad_send_info = [0]
-    for example in (numbers(1, 4, 3), distribute_tensor(numbers(1, 4, 3), tp, [Shard(0)])):
+    for example in (numbers(1, 4, 3), distribute_tensor(numbers(1, 4, 3), mesh, [Shard(0)])):
         stage._stage_meta = u._StageMeta(input_grads=(u.extract_tensor_meta(example),))
         stage.bwd_cache[0] = (None,)
         (operation,) = stage.get_bwd_send_ops(0)
@@ -203,7 +197,7 @@ def test_a_gradient_that_is_not_there_goes_as_zeros(package, tp):
         torch.testing.assert_close(operation.tensor.view_as(local), torch.zeros_like(local))
 
 
-def test_a_gradient_that_nobody_waits_for(package, tp):
+def test_a_gradient_that_nobody_waits_for(package, mesh):
     u = package._utils
     stage = package.stage.PipelineStage(nn.Identity(), 1, 2, CPU)
     stage.has_backward = True
@@ -221,7 +215,7 @@ def test_a_gradient_that_nobody_waits_for(package, tp):
         stage.get_bwd_send_ops(0)
 
 
-def test_a_gradient_of_a_plain_tensor_follows_from_the_tensor(package, tp):
+def test_a_gradient_of_a_plain_tensor_follows_from_the_tensor(package, mesh):
     u = package._utils
     stage = package.stage.PipelineStage(nn.Identity(), 1, 2, CPU)
     x = numbers(1, 2, 3).requires_grad_()
@@ -232,8 +226,8 @@ def test_a_gradient_of_a_plain_tensor_follows_from_the_tensor(package, tp):
         stage._get_grad_send_meta(1)
 
 
-def test_both_packages_describe_a_dtensor_alike(tp):
-    tensor = distribute_tensor(numbers(1, 4, 3), tp, [Shard(0)])
+def test_both_packages_describe_a_dtensor_alike(mesh):
+    tensor = distribute_tensor(numbers(1, 4, 3), mesh, [Shard(0)])
     ours, theirs = (Package(name)._utils._DTensorMeta.from_dtensor(tensor) for name in (OURS, UPSTREAM))
     assert {k: getattr(ours, k) for k in theirs.__dataclass_fields__} == {
         k: getattr(theirs, k) for k in theirs.__dataclass_fields__

@@ -6,21 +6,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbers, summed
-
-
-@pytest.fixture
-def u(package):
-    return package._utils
-
-
-@pytest.fixture
-def mesh():
-    with fake_group(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
 def sharded(mesh, placement=None, *, grad=False, shape=(8, 4)):

@@ -2,22 +2,15 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from pipelining.contracts import WIDTH, fake_group, numbers, wrong_upstream
+from pipelining.contracts import WIDTH, numbers, wrong_upstream
 
 
 @pytest.fixture
 def m(package):
     return package.microbatch
-
-
-@pytest.fixture
-def mesh():
-    with fake_group(0, 2):
-        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
 def rows(*counts):

@@ -10,7 +10,6 @@ from pipelining.contracts import (
     WIDTH,
     Package,
     assert_gradients,
-    fake_group,
     gradients,
     layers,
     numbers,
@@ -18,15 +17,11 @@ from pipelining.contracts import (
     unsplit,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 STAGES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
           "DualPipeV": 2}  # fmt: skip
 BATCH, MICROBATCHES = 8, 4
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    with fake_group():
-        yield
 
 
 class Scaled(nn.Module):

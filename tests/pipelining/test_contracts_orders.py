@@ -13,11 +13,6 @@ SIZES = [  # stages on a rank, microbatches, ranks
 MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
-@pytest.fixture
-def s(package):
-    return package.schedules
-
-
 def stand_in(package, ranks, stages, rank=0):
     """A stage that only counts, made without the constructor of the base class."""
 

@@ -10,11 +10,6 @@ import torch.distributed as dist
 from pipelining.contracts import CPU, WIDTH, fake_group, layers, numbers, summed
 
 
-@pytest.fixture
-def s(package):
-    return package.schedules
-
-
 def operation(kind, peer=0, group="group"):
     return SimpleNamespace(op=kind, tensor=torch.zeros(1), group=group, tag=7, group_peer=peer, peer=peer)
 

@@ -28,12 +28,6 @@ BATCH, MICROBATCHES = 8, 4
 STAGES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
 
 
-@pytest.fixture
-def one_rank():
-    with fake_group():
-        yield
-
-
 def pipelined(package, name, model, **options):
     stages = [package.stage.PipelineStage(module, i, len(model), CPU) for i, module in enumerate(model)]
     kind = package.schedule_class(name)

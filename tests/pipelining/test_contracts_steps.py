@@ -12,7 +12,6 @@ from pipelining.contracts import (
     WIDTH,
     assert_gradients,
     averaged,
-    fake_group,
     gradients,
     layers,
     no_tensors_in_cycles,
@@ -22,18 +21,14 @@ from pipelining.contracts import (
     wrong_upstream,
 )
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 STAGES = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 3, "LoopedBFS": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }  # fmt: skip
 BATCH = 8
 MICROBATCHES = 4
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    with fake_group():
-        yield
 
 
 def pipelined(package, name, model, microbatches=MICROBATCHES, loss_fn=summed, **options):

@@ -1,26 +1,17 @@
 """The dry run that finds shapes changes nothing that the user can see."""
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from penstock.pipelining import PipelineStage, ScheduleGPipe, ScheduleLoopedBFS
 from runtime.test_dry_run import Adding, Drawing, Masked
 
-pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(name="one_rank")
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_gloo_rank")
 
 
 def step(modules: list[nn.Module], x: torch.Tensor, y: torch.Tensor, kind: type = ScheduleLoopedBFS, **kwargs: Any):

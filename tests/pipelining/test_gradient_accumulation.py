@@ -5,15 +5,11 @@ import torch
 from torch import nn
 
 from penstock.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
-from pipelining.contracts import CPU, WIDTH, averaged, fake_group, gradients, layers, numbers, unsplit
+from pipelining.contracts import CPU, WIDTH, averaged, gradients, layers, numbers, unsplit
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SCHEDULES = [ScheduleInterleaved1F1B, ScheduleZBVZeroBubble]
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    with fake_group():
-        yield
 
 
 def stages_of(model):

@@ -1,24 +1,14 @@
 """A ``.grad`` that torch keeps as a lazy conjugate is added to and divided like any other."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from penstock.pipelining import PipelineStage
 from penstock.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from runtime.test_lazy_gradients import COMPLEX, EARLIER, ORDERS, Conjugated, expected, loss_fn
 
-pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@pytest.fixture(name="one_rank")
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_gloo_rank")
 
 
 @pytest.mark.parametrize("scale_grads", [True, False])

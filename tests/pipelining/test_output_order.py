@@ -10,16 +10,12 @@ from penstock.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
 )
-from pipelining.contracts import CPU, OURS, WIDTH, Package, fake_group, layers, numbers, summed, unsplit
+from pipelining.contracts import CPU, OURS, WIDTH, Package, layers, numbers, summed, unsplit
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 ROW = "0F0 0F1 0F2 1F2 1B2 1F0 1F1 1B0 1B1 0B2 0B1 0B0"
 MICROBATCHES = 3
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    with fake_group():
-        yield
 
 
 class FromOrder(PipelineScheduleMulti):

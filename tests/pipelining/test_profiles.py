@@ -5,17 +5,13 @@ import logging
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from pipelining.contracts import CPU, OURS, WIDTH, Package, averaged, fake_group, layers, numbers
+from pipelining.contracts import CPU, OURS, WIDTH, Package, averaged, layers, numbers
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MICROBATCHES = 4
 #: How the names begin that schedules give.
 BEGINNINGS = ("Forward ", "Backward ", "PP:", "wait for")
-
-
-@pytest.fixture(autouse=True)
-def _group():
-    with fake_group():
-        yield
 
 
 def step(package, name, loss_fn=averaged):

@@ -15,7 +15,7 @@ from penstock.pipelining._schedule.orders import interleaved_row, looped_bfs_row
 from penstock.pipelining._schedule.rows import as_schedule
 from penstock.pipelining.schedules import _Action
 from penstock.pipelining.stage import PipelineStage
-from pipelining.contracts import CPU, WIDTH, averaged, fake_group, gradients, layers, numbers, summed, unsplit
+from pipelining.contracts import CPU, WIDTH, averaged, gradients, layers, numbers, summed, unsplit
 
 NAMES = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 MICROBATCHES = 4
@@ -30,12 +30,6 @@ def pipelined(name, model, loss_fn=summed, **options):
     stages = [PipelineStage(module, i, len(model), CPU) for i, module in enumerate(model)]
     kind = schedules.get_schedule_class(name)
     return kind(stages[0] if name in ("GPipe", "1F1B") else stages, MICROBATCHES, loss_fn=loss_fn, **options)
-
-
-@pytest.fixture
-def alone():
-    with fake_group():
-        yield
 
 
 # Orders ---------------------------------------------------------------------------------------------------------------
@@ -120,7 +114,7 @@ def test_whole_lowered_orders_are_simulated():
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
-def test_split_batches_are_taken_as_they_are(alone):
+def test_split_batches_are_taken_as_they_are(one_rank):
     model, x, target = layers(2), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
     expected = unsplit(model, x, target)
     schedule = pipelined("Interleaved1F1B", model, scale_grads=False)
@@ -145,7 +139,7 @@ def test_split_batches_are_taken_as_they_are(alone):
         schedule.step(arg_mbs=[(part,) for part in x.tensor_split(2)])
 
 
-def test_losses_are_in_the_order_of_microbatches(alone):
+def test_losses_are_in_the_order_of_microbatches(one_rank):
     """Whatever the order of the last stage is."""
     model, x, target = layers(1), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
     expected = unsplit(model, x, target)
@@ -163,7 +157,7 @@ def test_losses_are_in_the_order_of_microbatches(alone):
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_an_evaluation_leaves_gradients_alone(alone, name):
+def test_an_evaluation_leaves_gradients_alone(one_rank, name):
     """torch divides them once more."""
     count = 1 if name in ("GPipe", "1F1B") else 2
     model, x, target = layers(count), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
@@ -176,7 +170,7 @@ def test_an_evaluation_leaves_gradients_alone(alone, name):
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
-def test_gradients_of_several_steps_add_up(alone, name):
+def test_gradients_of_several_steps_add_up(one_rank, name):
     """torch divides those of the first step again in every later one."""
     count = 1 if name in ("GPipe", "1F1B") else 2
     model, x, target = layers(count), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
@@ -188,7 +182,7 @@ def test_gradients_of_several_steps_add_up(alone, name):
         torch.testing.assert_close(gradient, 3 * expected.gradients[key])
 
 
-def test_a_failed_step_leaves_nothing_to_the_next(alone, caplog):
+def test_a_failed_step_leaves_nothing_to_the_next(one_rank, caplog):
     class Fragile(nn.Module):
         def __init__(self, inner):
             super().__init__()
@@ -218,7 +212,7 @@ def test_a_failed_step_leaves_nothing_to_the_next(alone, caplog):
     torch.testing.assert_close(sum(losses), expected.loss)
 
 
-def test_a_program_is_made_once_and_anew_when_its_order_changes(alone, monkeypatch):
+def test_a_program_is_made_once_and_anew_when_its_order_changes(one_rank, monkeypatch):
     made = Counter()
     original = schedules._PipelineScheduleRuntime._program.__globals__["program_of_order"]
 
@@ -251,7 +245,7 @@ def test_a_program_is_made_once_and_anew_when_its_order_changes(alone, monkeypat
     ("name", "expected"),
     [("Interleaved1F1B", {"PP:0F0", "PP:1B3", "PP:0REDUCE_GRAD"}), ("GPipe", {"Forward 0", "Backward 3"})],
 )
-def test_a_profiler_shows_actions(alone, name, expected):
+def test_a_profiler_shows_actions(one_rank, name, expected):
     model, x, target = layers(1 if name == "GPipe" else 2), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
     schedule = pipelined(name, model)
     schedule.step(x, target=target)
@@ -261,7 +255,7 @@ def test_a_profiler_shows_actions(alone, name, expected):
     assert all(shown[name] == 1 for name in expected)
 
 
-def test_a_schedule_goes_when_nobody_refers_to_it(alone):
+def test_a_schedule_goes_when_nobody_refers_to_it(one_rank):
     """Without the collector of cycles: what is compiled does not refer to the schedule."""
     import gc
     import weakref
@@ -290,7 +284,7 @@ class Zigzag(schedules.PipelineScheduleMulti):
         self._validate_and_set_stage_mapping(self.pipeline_order)
 
 
-def test_an_order_of_computations_runs(alone):
+def test_an_order_of_computations_runs(one_rank):
     model, x, target = layers(3), numbers(1, 8, WIDTH), numbers(2, 8, WIDTH)
     expected = unsplit(model, x, target)
     stages = [PipelineStage(module, i, 3, CPU) for i, module in enumerate(model)]

@@ -1,12 +1,11 @@
 """A step that leaves parameters untrained is an error; unless it is meant."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -14,16 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from penstock.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleavedZeroBubble, ScheduleLoopedBFS
 
 pytestmark = [
-    pytest.mark.usefixtures("one_rank"),
+    pytest.mark.usefixtures("one_gloo_rank", "operations"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
-
-
-@pytest.fixture(name="one_rank")
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Checkpointed(nn.Module):
@@ -71,16 +63,6 @@ def step(kind: type, *modules: nn.Module, **options: Any) -> None:
 @pytest.fixture(name="shapes", params=["inferred", "given"])
 def _shapes(request: pytest.FixtureRequest) -> dict[str, Any]:
     return EXAMPLE if request.param == "given" else {}
-
-
-@pytest.fixture(name="by_methods", params=[False, True], ids=["native", "methods"], autouse=True)
-def _by_methods(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by the methods of the stages, too."""
-    if request.param:
-        forward = PipelineStage.forward_one_chunk
-        monkeypatch.setattr(
-            PipelineStage, "forward_one_chunk", lambda self, *args, **named: forward(self, *args, **named)
-        )
 
 
 class Detached(nn.Module):

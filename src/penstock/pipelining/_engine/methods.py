@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from penstock.execution.messages import Message
     from penstock.ir.actions import ComputationType
     from penstock.pipelining._engine.step import MethodStep, Operation
-    from penstock.pipelining._schedule.actions import _Action
 
 
 class CallConvention(NamedTuple):

@@ -127,8 +127,9 @@ def step_scope(
             stage._is_plain = False
         for stage in watched:
             stage._is_watched = False
-        for stage in stages:  # the group may end before the next step; a stand-in may have no connections
-            getattr(stage, "_connections", {}).clear()
+        for stage in stages:  # the group may end before the next step; a stand-in may have no channel
+            if (channel := getattr(stage, "_channel", None)) is not None:
+                channel.close()
 
 
 def _computes_as_written(stage: Any) -> bool:

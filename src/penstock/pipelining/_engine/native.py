@@ -27,11 +27,16 @@ from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._engine.methods import ScaleGradients
 from penstock.pipelining._engine.operations import reduction, scaling
 from penstock.pipelining._engine.stage_ends import StageInputs, StageLoss
-from penstock.pipelining._engine.stage_links import GroupChannel, links_of
+from penstock.pipelining._engine.stage_links import links_of
 from penstock.pipelining._schedule.actions import _get_profiler_function_name
+from penstock.pipelining._stage.compute import detach_in_place
+from penstock.pipelining._stage.group_channel import GroupChannel
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    import torch
 
     from penstock.execution.channel import Progress
     from penstock.execution.links import Inbound, Outbound
@@ -48,9 +53,10 @@ class NativeStep(Step):
         schedule: the schedule that runs.
         return_outputs: whether the outputs are kept.
         loss_kwargs: more arguments of the loss.
+        living_losses: losses that the user may have kept.
     """
 
-    __slots__ = ("loss_kwargs", "return_outputs", "schedule")
+    __slots__ = ("living_losses", "loss_kwargs", "return_outputs", "schedule")
 
     def __init__(
         self,
@@ -69,7 +75,12 @@ class NativeStep(Step):
         self.schedule = schedule
         self.return_outputs = return_outputs
         self.loss_kwargs = loss_kwargs
+        self.living_losses: list[weakref.ref[torch.Tensor]] = []
         self.training_check = cast("Any", _TrainingCheck(stages)) if trains else None
+
+    def detach_losses(self) -> None:
+        """Free the graphs of losses that live on, after the last backward."""
+        detach_in_place([loss() for loss in self.living_losses])
 
     @property
     def receives(self) -> list[Any]:
@@ -132,7 +143,7 @@ class Native(NamedTuple):
         cls, row: Sequence[Any], stages: Mapping[int, Any], microbatches: int, *, calls: CallConvention, trains: bool
     ) -> Native:
         """Build the operations of stages for which ``can_run_natively`` holds."""
-        channel = GroupChannel(next(iter(stages.values())))
+        channel = GroupChannel()
         links = links_of(stages, microbatches, channel, trains=trains)
         inbound = {index: StageInputs(one) if one.is_first else links[index - 1] for index, one in stages.items()}
         outbound = {
@@ -150,7 +161,7 @@ class Native(NamedTuple):
     def scope(self) -> Iterator[None]:
         """Around a step."""
         works = self.operations.stages.values()
-        self.channel.open()
+        self.channel.open(next(iter(self.stages.values())))
         for work in works:
             work.begin()
         try:

@@ -25,8 +25,8 @@ from penstock.pipelining._schedule.actions import _Action, _get_profiler_functio
 from penstock.pipelining._schedule.passes import OrderError
 from penstock.pipelining._schedule.rows import as_schedule
 from penstock.pipelining._stage.compute import is_unmodified
+from penstock.pipelining._stage.group_channel import is_gloo
 from penstock.pipelining._stage.inference import StageInference
-from penstock.pipelining._stage.transfers import is_gloo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

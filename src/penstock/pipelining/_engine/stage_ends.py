@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -81,13 +82,12 @@ class StageLoss(LastEnd):
             return ()
         if self._stage._is_lost(loss, step.operands[1]):
             self._stage._check_trained(loss, (), has_inputs=False)
+        step.living_losses.append(weakref.ref(loss))
         schedule._replace_loss(microbatch, loss.detach())  # a loss that is kept would keep its graph
-        if loss.numel() != 1 and microbatch not in self._split:
-            step.seeds[microbatch] = RuntimeError(
-                f"the loss must be one number, not a tensor of shape {tuple(loss.shape)}"
-            )
-        else:
+        if loss.numel() == 1 or microbatch in self._split:
             step.seeds[microbatch] = (torch.ones_like(loss),)
+        else:
+            step.seeds[microbatch] = self._stage._loss_failure(loss, step.operands[1])
         return (gradient_edge(loss),)
 
     def take_gradients(self, microbatch: int) -> TakeGradients:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.distributed as dist
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.channel import Progress
 from penstock.execution.links import fill_missing, keep
 from penstock.execution.links.local import LocalLink
 from penstock.execution.links.negotiated import NegotiatedLink
 from penstock.execution.links.single_tensor import SingleTensorLink
 from penstock.execution.trees import TENSOR
 from penstock.execution.value_spec import ValueSpec
-from penstock.graph.comm_model import CommModel
-from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple, gloo_of, spec_of, to_wire
+from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple, spec_of, to_wire
 from penstock.pipelining._utils import InferenceMode, PipeliningMetadataError, _TensorMeta
 
 if TYPE_CHECKING:
@@ -26,40 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.execution.links import Give, GiveGradients
     from penstock.execution.step import Step
-
-
-class GroupChannel:
-    """Moves tensors over the group of the stages, as ``dist.isend`` and ``dist.irecv`` do. It is open during a step."""
-
-    def __init__(self, stage: Any) -> None:
-        self.model = CommModel("rendezvous", lanes="message")
-        self.progress = Progress()
-        self._stage = stage
-        self._group: Any = None
-        self._send: Any = None
-        self._receive: Any = None
-
-    def open(self) -> None:
-        """Look up the group, and what carries its tensors: a call of the group takes twice as long."""
-        self._group = self._stage.group or dist.distributed_c10d._get_default_group()
-        carrier = gloo_of(self._group, torch.device(self._stage.device)) or self._group
-        self._send, self._receive = carrier.send, carrier.recv
-
-    def close(self) -> None:
-        """Let go of the group, which may end before the next step."""
-        self._group = self._send = self._receive = None
-
-    def send(self, tensor: torch.Tensor, peer: int, _tag: int) -> Any:
-        """Post a send."""
-        if tensor.is_complex():
-            return dist.isend(tensor, group=self._group, group_dst=peer)
-        return self._send([tensor], peer, 0)
-
-    def receive(self, tensor: torch.Tensor, peer: int, _tag: int) -> Any:
-        """Post a receive."""
-        if tensor.is_complex():
-            return dist.irecv(tensor, group=self._group, group_src=peer)
-        return self._receive([tensor], peer, 0)
+    from penstock.pipelining._stage.group_channel import GroupChannel
 
 
 class _Output:

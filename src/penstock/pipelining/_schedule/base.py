@@ -501,6 +501,8 @@ class _PipelineSchedule(ABC):
         try:
             with scaled_once(made.scaled, factor), nullcontext() if native is None else native.scope():
                 yield
+            if native is not None:
+                step.detach_losses()
         except BaseException as error:
             line = made.program.line_at(made.progress)
             if line is not None and isinstance(error, Exception):

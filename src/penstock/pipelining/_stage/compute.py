@@ -388,6 +388,11 @@ class StageCompute(TrainingCheck):
             f"Input: {info['input_values']}"
         )
 
+    def _loss_failure(self, loss: torch.Tensor, inputs: Sequence[Any]) -> RuntimeError:
+        """The error of a backward that would have to begin at several numbers."""
+        beginning = {"stage_output": loss, "output_grads": None, "input_values": inputs}
+        return self._failure("backward", beginning, _unseeded(loss))
+
     def clear_runtime_states(self) -> None:
         """A step begins: forget the one before."""
         super().clear_runtime_states()
@@ -478,7 +483,7 @@ def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], 
             return [], []
         if gradients is None:
             if outputs.numel() != 1 and not of_any_size:
-                raise RuntimeError(f"the loss must be one number, not a tensor of shape {tuple(outputs.shape)}")
+                raise _unseeded(outputs)
             gradients = torch.ones_like(outputs)
         return [outputs], [gradients]
     outputs = outputs or ()
@@ -490,6 +495,10 @@ def _roots(outputs: Any, gradients: Any, of_any_size: bool) -> tuple[list[Any], 
             roots.append(output)
             known.append(gradient)
     return roots, known
+
+
+def _unseeded(loss: torch.Tensor) -> RuntimeError:
+    return RuntimeError(f"the loss must be one number, not a tensor of shape {tuple(loss.shape)}")
 
 
 def _is_root(value: Any) -> bool:

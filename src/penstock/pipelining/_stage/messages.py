@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from penstock.execution.value_spec import as_wire
 from penstock.pipelining._stage.sharing import check_announced, find_shared, kin_among, merge_groups
 from penstock.pipelining._stage.state import StageState
 from penstock.pipelining._stage.transfers import (
-    Connection,
     _normalize_model_output_as_tuple,
     _RecvInfo,
     spec_of,
@@ -29,6 +28,9 @@ from penstock.pipelining._utils import (
     _DTensorMeta,
     to_local_if_dtensor,
 )
+
+if TYPE_CHECKING:
+    from penstock.pipelining._stage.group_channel import GroupChannel
 
 
 class StageMessages(StageState):
@@ -74,21 +76,23 @@ class StageMessages(StageState):
         return self._receive(self.grad_recv_info[microbatch])
 
     def _send_outputs(self, microbatch: int) -> list[dist.Work]:
-        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing_tensors(microbatch)]
+        return self._send(self._outgoing_tensors(microbatch))
 
     def _send_gradients(self, microbatch: int) -> list[dist.Work]:
-        return [self._connection(stage).send(tensor) for tensor, stage in self._outgoing_gradients(microbatch)]
+        return self._send(self._outgoing_gradients(microbatch))
+
+    def _send(self, outgoing: list[tuple[torch.Tensor, int]]) -> list[dist.Work]:
+        rank_of = self.stage_index_to_group_rank
+        return [self._open_channel().send(tensor, rank_of[stage]) for tensor, stage in outgoing]
 
     def _receive(self, infos: tuple[_RecvInfo, ...]) -> list[dist.Work]:
-        return [self._connection(source).receive(memory) for memory, source in self._receive_buffers(infos)]
+        rank_of, coming = self.stage_index_to_group_rank, self._receive_buffers(infos)
+        return [self._open_channel().receive(memory, rank_of[source]) for memory, source in coming]
 
-    def _connection(self, stage: int) -> Connection:
-        known = self._connections.get(stage)
-        if known is None:
-            group = self.group or dist.distributed_c10d._get_default_group()
-            known = Connection(group, self.stage_index_to_group_rank[stage], torch.device(self.device))
-            self._connections[stage] = known
-        return known
+    def _open_channel(self) -> GroupChannel:
+        if not self._channel.is_open:
+            self._channel.open(self)
+        return self._channel
 
     # What goes where --------------------------------------------------------------------------------------------------
 
@@ -341,7 +345,7 @@ class StageMessages(StageState):
         self._output_microbatches.clear()
         for name in ("bwd_cache", "backward_state", "dw_runner"):  # which a stand-in may not have
             getattr(self, name, {}).clear()
-        self._connections.clear()
+        self._channel.close()
         self._has_own_buffers = False
         for infos in (*self.args_recv_info.values(), *getattr(self, "grad_recv_info", {}).values()):
             for info in infos:

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from penstock.execution.data_parallel import adapter_for
 from penstock.graph.heap import keep_all_freed_memory
+from penstock.pipelining._stage.group_channel import GroupChannel
 from penstock.pipelining._utils import _MeshCache, _StageMeta
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from penstock.execution.data_parallel.adapter import DataParallel
     from penstock.execution.shared_memory import Groups
-    from penstock.pipelining._stage.transfers import Connection, _RecvInfo
+    from penstock.pipelining._stage.transfers import _RecvInfo
 
 logger = logging.getLogger("penstock.pipelining.stage")
 
@@ -135,9 +136,9 @@ class StageState:
         return []
 
     @cached_property
-    def _connections(self) -> dict[int, Connection]:
-        """By stage, the way to its rank."""
-        return {}
+    def _channel(self) -> GroupChannel:
+        """What its messages go through, where they are sent by its methods."""
+        return GroupChannel()
 
     @cached_property
     def _stage_meta(self) -> _StageMeta:

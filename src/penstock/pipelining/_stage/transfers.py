@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from penstock.execution.value_spec import TensorSpec, as_wire
 from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
 
-_GLOO = getattr(dist, "ProcessGroupGloo", None)  # torch may be built without
+if TYPE_CHECKING:
+    import torch
 
 
 def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
@@ -92,46 +90,3 @@ def to_wire(tensor: torch.Tensor, spec: TensorSpec, what: str) -> torch.Tensor:
             "use the same size for all batches, e.g. drop or pad the last one of an epoch"
         )
     return as_wire(spec.to_layout(tensor))
-
-
-class Connection:
-    """The way to the rank of another stage, for as long as a step."""
-
-    __slots__ = ("_group", "_peer", "_receive", "_send")
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
-        """The peer is a rank in the group."""
-        self._group, self._peer = group, peer
-        # A call of the group takes twice as long as one of its backend.
-        begins: Any = gloo_of(group, device) or group
-        self._send, self._receive = begins.send, begins.recv
-
-    def send(self, tensor: torch.Tensor) -> Any:
-        """Begin to send; as ``dist.isend`` does, without looking up what is known."""
-        if type(tensor) is torch.Tensor and not tensor.is_complex():
-            return self._send([tensor], self._peer, 0)
-        return dist.isend(tensor, group=self._group, group_dst=self._peer)
-
-    def receive(self, tensor: torch.Tensor) -> Any:
-        """Begin to receive; as ``dist.irecv`` does."""
-        if not tensor.is_complex():
-            return self._receive([tensor], self._peer, 0)
-        return dist.irecv(tensor, group=self._group, group_src=self._peer)
-
-
-def is_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether a group carries tensors on a device by gloo."""
-    if group is None:
-        group = dist.group.WORLD
-    return type(group) is dist.ProcessGroup and f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
-
-
-def gloo_of(group: Any, device: torch.device) -> Any:
-    """What carries a group's tensors on a device, if that is gloo, with nothing around it; None if it is not."""
-    if type(group) is not dist.ProcessGroup:
-        return None
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError:  # there is none for the device
-        return None
-    return backend if type(backend) is _GLOO else None
