@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -12,8 +13,8 @@ from penstock.runtime.parity.comparison import alone, compare, compared_losses, 
 from penstock.runtime.parity.loss_reduction import reduction_of
 from penstock.runtime.parity.preserve import pop_gradients, preserved_pipeline, restore_values
 from penstock.runtime.parity.replay import Replay, order_of
-from penstock.runtime.parity.report import HALVES, SCHEDULED, Parity
-from penstock.runtime.parity.shared_parameters import SharedParameters, copies_among
+from penstock.runtime.parity.report import HALVES, SCHEDULED, Parity, describe_untied
+from penstock.runtime.parity.shared_parameters import SharedParameters, copies_among, likely_ties
 from penstock.runtime.parity.unsplit import Unsplit
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def check_parity(
         unsplit = Unsplit(engine, batch, parameters, mine)
         begin()
         expected, halves, losses = unsplit.run(split=True)
-        halves = shared.add_up(halves)
+        halves = engine.ties.add_up(shared.add_up(halves), engine.transport)
         reduction = reduction_of(engine, unsplit, losses, target)
         engine.judges_loss &= bool(reduction.unchecked)  # else it is judged here, and better
         begin()
@@ -67,7 +68,7 @@ def check_parity(
             again, _, _ = unsplit.run(split=False)
             varies = any(not one.fits for one in compare(mine, again, expected, SCHEDULED))
             random = any(data == b"1" for data in engine.transport.exchange(b"1" if varies else b"0"))
-        copies = copies_among(engine.transport, mine)
+        copies = copies_among(engine.transport, mine, engine.ties.uncounted)
         trained = [
             data.decode() for data in engine.transport.exchange(restore_values(parameters, values).encode()) if data
         ]
@@ -76,9 +77,19 @@ def check_parity(
             f"{trained[0]} changed during check_parity (it has been restored); does a hook step an optimizer? "
             "Remove such hooks while check_parity runs"
         )
-    parity = Parity(tuple(everything), random, tuple(float(loss) for loss in losses), reduction, copies)
+    untied = likely_ties(copies)
+    parity = Parity(
+        tuple(everything),
+        random,
+        tuple(float(loss) for loss in losses),
+        reduction,
+        tuple(tuple(map(str, places)) for places in copies),
+        untied,
+    )
     if parity.wrong:
         raise StageError(str(parity), stage=parity.wrong[0].stage)
     if not reduction.fits:
         raise StageError(str(parity), stage=engine.schedule.stages - 1)
+    if untied and engine.rank == 0:
+        warnings.warn("\n".join(map(describe_untied, untied)), stacklevel=3)  # the caller of check_parity()
     return parity

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from penstock.execution.ties import Member, Tie
+
 #: Ways to the gradients that are compared with the unsplit model.
 HALVES: Final = "in halves"
 SCHEDULED: Final = "scheduled"
@@ -101,6 +103,7 @@ class Parity:
         reduction: whether they make the loss of the batch.
         copies: parameters of different stages with equal values, each group as ``("weight of stage 0", ...)``: they may
             be one parameter of the model, but each was compared, and is trained, separately.
+        untied: those of them that are most likely one parameter, as the ties to declare.
     """
 
     differences: tuple[Difference, ...]
@@ -108,6 +111,7 @@ class Parity:
     losses: tuple[float, ...]
     reduction: Reduction
     copies: tuple[tuple[str, ...], ...] = ()
+    untied: tuple[Tie, ...] = ()
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -142,10 +146,29 @@ class Parity:
         return lines
 
     def _describe_copies(self) -> list[str]:
-        lines = [
+        likely = [tuple(str(Member(*member)) for member in tie.members) for tie in self.untied]
+        others = [places for places in self.copies if places not in likely]
+        lines = [*map(describe_untied, self.untied)]
+        lines += [
             f"{', '.join(places)} have equal values, and each was compared separately: if they are one parameter of "
-            "the model (tied weights), their gradients are not added up, and they will train apart"
-            for places in self.copies[:_SHOWN]
+            "the model (tied weights), declare them in ties=, or they will train apart"
+            for places in others
         ]
-        more = len(self.copies) - _SHOWN
-        return [*lines, f"and {more} more groups of parameters with equal values"] if more > 0 else lines
+        more = len(lines) - _SHOWN
+        return [*lines[:_SHOWN], f"and {more} more groups of parameters with equal values"] if more > 0 else lines
+
+
+def describe_untied(tie: Tie) -> str:
+    r"""Describe a parameter that several stages hold without a tie, and how to declare one.
+
+    >>> print(describe_untied(Tie(((0, "wte.weight"), (3, "head.weight")))).replace(": ", ":\n").replace("; ", ";\n"))
+    wte.weight of stage 0 and head.weight of stage 3 have equal values but no tie:
+    if they are one parameter in the unsplit model, they will train apart;
+    pass ties=[Tie(((0, 'wte.weight'), (3, 'head.weight')))]
+    """
+    members = " and ".join(str(Member(*member)) for member in tie.members)
+    declared = ", ".join(repr(tuple(member)) for member in tie.members)
+    return (
+        f"{members} have equal values but no tie: if they are one parameter in the unsplit model, they will train "
+        f"apart; pass ties=[Tie(({declared}))]"
+    )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from penstock.errors import MetadataError
+from penstock.execution.ties import Member, Tie
 from penstock.runtime.parity.preserve import pop_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from penstock.runtime.parity.comparison import Gradients, ParameterPath
     from penstock.runtime.transport.protocol import Transport
@@ -64,23 +65,62 @@ class SharedParameters:
         return gradients | found
 
 
+class Copy(NamedTuple):
+    """A parameter that has the same values as another.
+
+    Attributes:
+        stage: its stage.
+        name: its name there.
+        module: the type of the module that has it.
+    """
+
+    stage: int
+    name: str
+    module: str
+
+    def __str__(self) -> str:
+        return str(Member(self.stage, self.name))
+
+
 def copies_among(
-    transport: Transport, parameters: Mapping[torch.nn.Parameter, ParameterPath]
-) -> tuple[tuple[str, ...], ...]:
+    transport: Transport,
+    parameters: Mapping[torch.nn.Parameter, ParameterPath],
+    tied: Collection[torch.nn.Parameter] = (),
+) -> tuple[tuple[Copy, ...], ...]:
     """Find parameters of all ranks that have equal values, although they are distinct. All ranks call it.
 
-    Those in which one number is repeated, as in biases of 0, are left out.
+    Those in which one number is repeated, as in biases of 0, are left out; so are those that are tied to another
+    one that is not left out.
     """
-    mine = [(sample, owned.stage, owned.name) for one, owned in parameters.items() if (sample := _sampled(one))]
-    found: dict[str, list[tuple[int, str]]] = {}
+    tied = set(tied)
+    mine = [
+        (sample, owned.stage, owned.name, owned.module)
+        for one, owned in parameters.items()
+        if one not in tied and (sample := _sampled(one))
+    ]
+    found: dict[str, list[Copy]] = {}
     for rank, data in enumerate(transport.exchange(json.dumps(mine).encode())):
         try:
-            for sample, stage, name in json.loads(data):
-                found.setdefault(sample, []).append((int(stage), str(name)))
+            for sample, stage, name, module in json.loads(data):
+                found.setdefault(sample, []).append(Copy(int(stage), str(name), str(module)))
         except (TypeError, ValueError) as error:
             raise MetadataError(f"the parameters that rank {rank} described could not be decoded") from error
-    alike = sorted(sorted(places) for places in found.values() if len(places) > 1)
-    return tuple(tuple(f"{name} of stage {stage}" for stage, name in places) for places in alike)
+    return tuple(sorted(tuple(sorted(places)) for places in found.values() if len(places) > 1))
+
+
+def likely_ties(copies: Iterable[tuple[Copy, ...]]) -> tuple[Tie, ...]:
+    """Select copies that are hardly layers which were copied to begin alike: of an embedding, or in unlike modules.
+
+    >>> layers = Copy(0, "0.weight", "Linear"), Copy(1, "0.weight", "Linear")
+    >>> words = Copy(0, "wte.weight", "Embedding"), Copy(1, "head.weight", "Linear")
+    >>> print(*likely_ties([layers, words]))
+    wte.weight of stage 0 = head.weight of stage 1
+    """
+    return tuple(
+        Tie(tuple((copy.stage, copy.name) for copy in places))
+        for places in copies
+        if len({copy.module for copy in places}) > 1 or places[0].module == torch.nn.Embedding.__name__
+    )
 
 
 def _sampled(parameter: Any) -> str:
