@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import penstock as ps
+from penstock.runtime import Pipeline, run_in_threads
 
 WORDS, WIDTH, LENGTH = 11, 6, 3
 _MAKING = threading.Lock()  # ranks that are threads share the random state
@@ -120,3 +122,42 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def stages_of(modules: list[nn.Module], schedule: ps.Schedule, rank: int) -> dict[int, nn.Module]:
     return {index: modules[index] for index in schedule.placement.stages_of(rank)}
+
+
+def build(name: str, ranks: int, options: dict[str, int] | None = None, microbatches: int = 4) -> ps.Schedule:
+    return ps.build(name, ranks=ranks, microbatches=microbatches, **(options or {}))
+
+
+def step(pipe: Pipeline, number: int) -> None:
+    words, target = batch(number)
+    pipe.step(*((words,) if pipe.has_first else ()), target=target if pipe.has_last else None)
+
+
+def train(transport: Any, schedule: ps.Schedule, readers: int = 0, steps: int = 3) -> dict[str, float]:
+    """Train in stages and unsplit; returns how far apart the parameters are, and their last gradients."""
+    whole = model(schedule.stages, readers=readers)
+    mine = stages_of(apart(whole), schedule, transport.rank)
+    with Pipeline(mine, schedule, loss_fn=loss_fn, transport=transport, ties=[TIE]) as pipe:
+        ours, theirs = (torch.optim.AdamW(parameters(one), lr=0.1) for one in (mine, whole))
+        for number in range(steps):
+            ours.zero_grad()
+            theirs.zero_grad()
+            step(pipe, number)
+            unsplit_step(whole, number)
+            ours.step()
+            theirs.step()
+        gradients = {f"grad {key}": gap for key, gap in differences(mine, whole, gradients=True).items()}
+        return differences(mine, whole) | gradients
+
+
+def run(schedule: ps.Schedule, work: Callable[[Pipeline, dict[int, nn.Module]], Any], **options: Any) -> list[Any]:
+    """Call a function on each rank, in threads, with a pipeline whose stages have their own copies."""
+    modules = options.pop("modules", None) or apart(model(schedule.stages))
+    options.setdefault("ties", [TIE])
+
+    def worker(transport: Any) -> Any:
+        mine = stages_of(modules, schedule, transport.rank)
+        with Pipeline(mine, schedule, loss_fn=loss_fn, transport=transport, **options) as pipe:
+            return work(pipe, mine)
+
+    return run_in_threads(worker, schedule.ranks, timeout=60)

@@ -36,7 +36,9 @@ def find_ties(ties: Iterable[GivenTie], held: Mapping[int, Sequence[str]]) -> tu
     for member in [Member(*member) for tie in whole for member in tie.members]:
         if member.name not in held[member.stage]:
             near = near_matches(member.name, held[member.stage])
-            raise StageError(f"a tie refers to {member}, which has no parameter of that name{near}", stage=member.stage)
+            raise StageError(
+                f"a tie refers to {member}, but that stage has no such parameter{near}", stage=member.stage
+            )
     return whole
 
 
