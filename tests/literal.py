@@ -12,9 +12,10 @@ import re
 from collections import deque
 from dataclasses import dataclass, field
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)(@\d+)?")
 
 Leaf = tuple[int, str, int]
+Message = tuple[str, int, int, int]  # F or B, the stage that sends it, the one that receives it, microbatch
 
 
 class WrongError(Exception):
@@ -22,7 +23,12 @@ class WrongError(Exception):
 
 
 def leaves(cell: str) -> list[Leaf]:
-    return [(int(stage), kind, int(number) if number else -1) for stage, kind, number in _ACTION.findall(cell)]
+    """Stage, type and microbatch; the type of a transfer that names the other stage ends in ``@`` and that stage."""
+    return [(int(stage), kind + peer, int(number or -1)) for stage, kind, number, peer in _ACTION.findall(cell)]
+
+
+def chain_links(stages: int) -> list[tuple[int, int, bool]]:
+    return [(stage, stage + 1, True) for stage in range(stages - 1)]
 
 
 @dataclass
@@ -32,13 +38,12 @@ class Operation:
     rank: int
     peer: int
     sends: bool
-    message: tuple[str, int, int]  # F or B, the stage that sends it, microbatch
+    message: Message
 
     def __str__(self) -> str:
-        label, stage, microbatch = self.message
-        if self.sends:
-            return f"{stage}SEND_{label}{microbatch}"
-        return f"{stage + (1 if label == 'F' else -1)}RECV_{label}{microbatch}"
+        label, source, target, microbatch = self.message
+        stage, kind, other = (source, "SEND", target) if self.sends else (target, "RECV", source)
+        return f"{stage}{kind}_{label}{microbatch}{'' if abs(stage - other) == 1 else f'@{other}'}"
 
 
 @dataclass
@@ -48,13 +53,14 @@ class Machine:
     microbatches: int
     buffering: str
     lanes: str
+    links: list[tuple[int, int, bool]]  # source, target, whether there is a gradient
     counters: list[int] = field(default_factory=list)
     done: dict[Leaf, int] = field(default_factory=dict)
-    posted: set[tuple[bool, tuple[str, int, int]]] = field(default_factory=set)
+    posted: set[tuple[bool, Message]] = field(default_factory=set)
     queues: dict[object, deque[Operation]] = field(default_factory=dict)
     in_flight: dict[tuple[int, int], int] = field(default_factory=dict)
-    sent: set[tuple[str, int, int]] = field(default_factory=set)
-    received: set[tuple[str, int, int]] = field(default_factory=set)
+    sent: set[Message] = field(default_factory=set)
+    received: set[Message] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
 
@@ -124,14 +130,14 @@ class Machine:
         def arrived(kinds: str, where: int, label: str) -> bool:
             if self.rank_of[where] == rank or not self.communicates:
                 return made(kinds, where)
-            return (label, where, microbatch) in self.received
+            return (label, where, stage, microbatch) in self.received
 
         if kind == "F":
-            return stage == 0 or arrived("F", stage - 1, "F")
+            return all(arrived("F", source, "F") for source, target, _ in self.links if target == stage)
         if kind == "W":
             return made("I", stage)
-        last = stage == len(self.rank_of) - 1
-        return made("F", stage) and (last or arrived("BI", stage + 1, "B"))
+        consumers = [target for source, target, gradient in self.links if source == stage and gradient]
+        return made("F", stage) and all(arrived("BI", target, "B") for target in consumers)
 
     def manage(self, rank: int, stage: int, kind: str, microbatch: int) -> None:
         """Actions that never block."""
@@ -160,15 +166,17 @@ class Machine:
             raise WrongError(f"{stage}REDUCE_GRAD of nothing")
 
     def post(self, rank: int, stage: int, kind: str, microbatch: int) -> None:
-        label = kind[-1]
-        sends = kind.startswith("SEND")
-        other = stage + (1 if (label == "F") == sends else -1)
-        if not 0 <= other < len(self.rank_of):
+        plain, _, named = kind.partition("@")
+        label = plain[-1]
+        sends = plain.startswith("SEND")
+        other = int(named) if named else stage + (1 if (label == "F") == sends else -1)
+        ends = (min(stage, other), max(stage, other))
+        if not any(link[:2] == ends and (label == "F" or link[2]) for link in self.links):
             raise WrongError(f"{stage}{kind} goes nowhere")
         peer = self.rank_of[other]
         if peer == rank:
             raise WrongError(f"{stage}{kind} to itself")
-        message = (label, stage if sends else other, microbatch)
+        message = (label, *((stage, other) if sends else (other, stage)), microbatch)
         if (sends, message) in self.posted:
             raise WrongError(f"{stage}{kind}{microbatch} twice")
         self.posted.add((sends, message))
@@ -230,6 +238,14 @@ class Machine:
                 raise WrongError(f"stage {stage} is not reduced")
 
 
-def verdict(rows: list[list[str]], rank_of: list[int], microbatches: int, buffering: str, lanes: str) -> str | None:
+def verdict(
+    rows: list[list[str]],
+    rank_of: list[int],
+    microbatches: int,
+    buffering: str,
+    lanes: str,
+    links: list[tuple[int, int, bool]] | None = None,
+) -> str | None:
     """None if the schedule runs to its end and everything has been done; else what is wrong."""
-    return Machine(rows, rank_of, microbatches, buffering, lanes).verdict()
+    links = chain_links(len(rank_of)) if links is None else links
+    return Machine(rows, rank_of, microbatches, buffering, lanes, links).verdict()

@@ -11,6 +11,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.graph.array_blocks import SIZE, blocks, check_length, concatenate, index_dtype
 from penstock.graph.heap import keep_freed_memory
+from penstock.graph.routes import Routes
 from penstock.ir import packed
 from penstock.ir.dependencies import NEEDS, TRANSFER_TYPES
 
@@ -29,6 +30,8 @@ NONE: Final = -1
 
 _NO_POSITIONS: Final = np.empty(0, np.int32)
 
+_IS_TRANSFER: Final = packed.kind_mask(TRANSFER_TYPES)
+
 #: What actions wait for, and the types of action that wait for exactly that.
 _WAITING_FOR: Final = {needs: tuple(kind for kind in NEEDS if NEEDS[kind] == needs) for needs in NEEDS.values()}
 
@@ -41,16 +44,19 @@ def is_too_sparse(schedule: Schedule) -> bool:
 class ActionTable:
     """Every action that is not idle, rank after rank in program order, overlaps split into their sub-actions.
 
-    A *position* is an index into these arrays. Positions are looked up in tables, one per type of action. A *slot* of a
-    table is a stage and a microbatch. Each stage has one extra slot, before its microbatches, for actions that have
-    none; and there is an extra, empty stage at both ends of the pipeline. So the slot of a neighbouring stage,
-    ``stride`` slots ahead or back, always exists.
+    A *position* is an index into these arrays. Positions are looked up in tables, one per type of action, and for
+    transfers also per distance between the two stages. A *slot* of a table is a stage and a microbatch. Each stage has
+    one extra slot, before its microbatches, for actions that have none; and there are extra, empty stages at both ends
+    of the pipeline, as many as the longest distance. So the slot of a stage that another one exchanges with, a multiple
+    of ``stride`` ahead or back, always exists.
 
     Attributes:
         schedule: the schedule.
         stages: its number of stages.
         microbatches: its number of microbatches.
         stride: the number of slots per stage.
+        routes: which stages exchange with which.
+        padding: the number of extra stages at each end.
         codes: the packed actions.
         rank: the rank of each action.
         cell: the cell of each action, numbered across all ranks; the sub-actions of an overlap share one.
@@ -63,6 +69,8 @@ class ActionTable:
         self.stages, self.microbatches = schedule.stages, schedule.microbatches
         self.stride = self.microbatches + 1
         self.codes, offsets = schedule.codes, schedule.offsets
+        self.routes = Routes.of(schedule)
+        self.padding = self.routes.distances[-1]
         if len(self.codes) > SIZE:
             check_length(len(self.codes))
             keep_freed_memory()
@@ -117,7 +125,7 @@ class ActionTable:
 
     @cached_property
     def rank_of_stage(self) -> Positions:
-        """The rank of each stage, followed by ``NONE`` for the extra stages at both ends."""
+        """The rank of each stage, followed by ``NONE`` for a stage that does not exist."""
         return np.array((*self.schedule.placement.rank_of, NONE), self.rank.dtype)
 
     @cached_property
@@ -166,7 +174,11 @@ class ActionTable:
 
     def slots(self, stages: Positions, microbatches: Positions) -> Positions:
         """Return the slots of these stages and microbatches."""
-        return (stages + 1) * self.stride + microbatches + 1
+        return (stages + self.padding) * self.stride + microbatches + 1
+
+    def stages_of_slots(self, slots: Positions) -> Positions:
+        """Return the stages of these slots."""
+        return slots // self.stride - self.padding
 
     @cached_property
     def _tables(self) -> Positions:
@@ -174,7 +186,7 @@ class ActionTable:
             raise ScheduleError(
                 f"{self.stages} stages x {self.microbatches} microbatches need far more actions than the schedule has"
             )
-        shape = int(self._number_of_table.max()) + 1, (self.stages + 2) * self.stride
+        shape = int(self._number_of_table.max()) + 1, (self.stages + 2 * self.padding) * self.stride
         tables = np.full(shape, NONE, index_dtype(len(self)))
         for block in reversed(blocks(len(self))):
             positions, entries = self._entries(block)
@@ -183,19 +195,32 @@ class ActionTable:
 
     @cached_property
     def _number_of_table(self) -> Positions:
-        """The index of each type's table; types without actions share the first one, which stays empty."""
+        """The index of each type's table, by distance; types without actions share the first one, which stays empty."""
         numbers = count(1)
-        return np.array([next(numbers) if many and kind != packed.IDLE else 0 for kind, many in enumerate(self._count)])
+        found = [next(numbers) if many and kind != packed.IDLE else 0 for kind, many in enumerate(self._count)]
+        others = [
+            [next(numbers) if many and _IS_TRANSFER[kind] else 0 for kind, many in enumerate(self._count)]
+            for _ in self.routes.distances[1:]
+        ]
+        return np.array([found, *others])
 
     def _entries(self, block: slice) -> tuple[Positions, Positions]:
         """Return the actions of a block that are in range, and the index of each into all tables, flattened."""
-        table = self._number_of_table.take(self.kind[block])
-        entries = table * ((self.stages + 2) * self.stride) + self.slots_at(block)
         positions = np.arange(block.start, block.stop, dtype=index_dtype(len(self)))
-        if self.all_in_range:
-            return positions, entries
-        inside = self.in_range[block]
-        return positions[inside], entries[inside]
+        inside = None if self.all_in_range else self.in_range[block]
+        if self.has_hops:
+            distance = self.routes.number_of(packed.hops(self.codes[block]) + 1)
+            table = self._number_of_table[distance, self.kind[block]]
+            inside = distance != NONE if inside is None else inside & (distance != NONE)
+        else:
+            table = self._number_of_table[0].take(self.kind[block])
+        entries = table * ((self.stages + 2 * self.padding) * self.stride) + self.slots_at(block)
+        return (positions, entries) if inside is None else (positions[inside], entries[inside])
+
+    @cached_property
+    def has_hops(self) -> bool:
+        """Whether any transfer goes further than to the next stage."""
+        return packed.has_hops(self.codes)
 
     @cached_property
     def duplicates(self) -> Positions:
@@ -223,10 +248,20 @@ class ActionTable:
             [wanted.take(self.kind[block]).nonzero()[0] + block.start for block in blocks(len(self))], dtype=np.int32
         )
 
-    def positions_between(self, kind: ComputationType, begin: int, end: int) -> Positions:
-        """Return the positions of this type between ``begin`` and ``end`` that are in range, in order."""
+    def positions_between(self, kind: ComputationType, begin: int, end: int, distance: int | None = None) -> Positions:
+        """Return the positions of this type between ``begin`` and ``end`` that are in range, in order.
+
+        With a distance, only those of transfers between stages that are this far apart.
+        """
         positions: Positions = (self.kind[begin:end] == packed.TYPE_NUMBER[kind]).nonzero()[0] + begin
-        return positions if self.all_in_range else positions[self.in_range[positions]]
+        positions = positions if self.all_in_range else positions[self.in_range[positions]]
+        return positions if distance is None else self.within_distance(positions, distance)
+
+    def within_distance(self, transfers: Positions, distance: int) -> Positions:
+        """Return those of these transfers that are between stages this far apart."""
+        if not self.has_hops:
+            return transfers if distance == 1 else _NO_POSITIONS
+        return np.asarray(transfers[packed.hops(self.codes[transfers]) == distance - 1])
 
     def count(self, kind: ComputationType) -> int:
         """Return the number of actions of this type."""
@@ -259,17 +294,18 @@ class ActionTable:
         """Whether there is any send or receive."""
         return self.has_any(TRANSFER_TYPES)
 
-    def find(self, kind: ComputationType, stages: Positions, microbatches: Positions) -> Positions:
+    def find(self, kind: ComputationType, stages: Positions, microbatches: Positions, distance: int = 1) -> Positions:
         """Return the first position of this type for each existing stage and microbatch; ``NONE`` if missing."""
-        return np.asarray(self.table(kind)[self.slots(stages, microbatches)])
+        return np.asarray(self.table(kind, distance)[self.slots(stages, microbatches)])
 
-    def table(self, kind: ComputationType) -> Positions:
-        """Return the first position of this type for every slot; ``NONE`` if missing."""
-        return np.asarray(self._tables[self._number_of_table[packed.TYPE_NUMBER[kind]]])
+    def table(self, kind: ComputationType, distance: int = 1) -> Positions:
+        """Return the first position of this type for every slot; ``NONE`` if missing. Transfers are by distance."""
+        number = 0 if distance == 1 else self.routes.distances.index(distance)
+        return np.asarray(self._tables[self._number_of_table[number, packed.TYPE_NUMBER[kind]]])
 
     def position_grid(self, kind: ComputationType) -> Positions:
         """Return the table of this type as a grid, with a row per stage and a column per microbatch."""
-        return self.table(kind).reshape(-1, self.stride)[1:-1, 1:]
+        return self.table(kind).reshape(-1, self.stride)[self.padding : -self.padding, 1:]
 
     def find_any(self, kinds: tuple[ComputationType, ...], stages: Positions, microbatches: Positions) -> Positions:
         """Return the same as ``find``, for the first of these types that exists."""
@@ -289,7 +325,8 @@ class ActionTable:
     @cached_property
     def rank_of_slot(self) -> Positions:
         """The rank of every slot of a table; ``NONE`` for the extra stages at both ends."""
-        return np.append(NONE, self.rank_of_stage).repeat(self.stride)
+        extra = np.full(self.padding, NONE, self.rank_of_stage.dtype)
+        return np.concatenate([extra, self.rank_of_stage, extra[1:]]).repeat(self.stride)
 
     @property
     def inputs(self) -> tuple[Positions, Positions]:
@@ -328,9 +365,14 @@ class ActionTable:
                 continue
             parts = [(mine[block], self.slots_at(mine[block])) for block in blocks(len(mine))]
             for need in wanted:
-                table, offset = self.first_table(need.any_of), need.stage_offset * self.stride
-                for waiting, slots in parts:
-                    yield waiting, table[slots + offset]
+                table = self.first_table(need.any_of)
+                for offset, linked in self.routes.offsets(need):
+                    for waiting, slots in parts:
+                        if linked is None:
+                            yield waiting, table[slots + offset * self.stride]
+                        else:
+                            has_link = linked[self.stages_of_slots(slots)].nonzero()[0]
+                            yield waiting[has_link], table[slots[has_link] + offset * self.stride]
 
 
 def _concatenate_pairs(parts: list[tuple[Positions, Positions]]) -> tuple[Positions, Positions]:

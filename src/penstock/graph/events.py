@@ -92,11 +92,12 @@ def pair_transfers(actions: ActionTable) -> TransferPairs:
     if not actions.has_transfers:
         return TransferPairs(_NONE, _NONE)
     sends, receives = [], []
-    for transfer in TRANSFERS:
-        sent = actions.table(transfer.send)
+    for transfer in actions.routes.transfers:
+        sent = actions.table(transfer.send, transfer.distance)
         slots = (sent != NONE).nonzero()[0]
+        received = actions.table(transfer.receive, transfer.distance)
         sends.append(sent[slots])
-        receives.append(actions.table(transfer.receive)[slots + transfer.stage_offset * actions.stride])
+        receives.append(received[slots + transfer.stage_offset * actions.stride])
     send, receive = np.concatenate(sends), np.concatenate(receives)
     pairs = _are_matched(actions, send, receive).nonzero()[0]
     return TransferPairs(send[pairs], receive[pairs])
@@ -138,13 +139,15 @@ class RankRange:
     def between(cls, actions: ActionTable, begin: int, end: int) -> RankRange:
         """Return the range of the ranks whose actions are between these positions."""
         operations, partners = [_NONE], [_NONE]
-        for transfer in TRANSFERS:
+        for transfer in actions.routes.transfers:
             send, receive, offset = transfer.send, transfer.receive, transfer.stage_offset * actions.stride
+            distance = transfer.distance
             for kind, other, further in ((send, receive, offset), (receive, send, -offset)):
-                mine = actions.positions_between(kind, begin, end)
+                mine = actions.positions_between(kind, begin, end, distance)
                 slots = actions.slots_at(mine)
-                partner = actions.table(other)[slots + further]
-                good = (_are_matched(actions, mine, partner) & (actions.table(kind)[slots] == mine)).nonzero()[0]
+                partner = actions.table(other, distance)[slots + further]
+                first = actions.table(kind, distance)[slots] == mine
+                good = (_are_matched(actions, mine, partner) & first).nonzero()[0]
                 operations.append(mine[good])
                 partners.append(partner[good])
         return cls(actions, begin, end, np.concatenate(operations), np.concatenate(partners))

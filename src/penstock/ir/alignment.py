@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.errors import ScheduleError
-from penstock.ir.dependencies import needs
+from penstock.ir.dependencies import Neighbours, needs
 
 if TYPE_CHECKING:
     from penstock.ir.actions import Action
@@ -30,7 +30,7 @@ class _Walk:
 
     def __init__(self, schedule: Schedule) -> None:
         self.rows = schedule.actions[:]
-        self.stages = schedule.stages
+        self.stages = Neighbours.over(schedule.links, schedule.stages)
         self.ended: dict[Action, int] = {}
         self.sleepers: dict[Action, list[int]] = {}
         self.columns: list[list[int | None]] = [[] for _ in range(schedule.ranks)]

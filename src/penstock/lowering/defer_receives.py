@@ -86,15 +86,20 @@ class _Rows(NamedTuple):
     def of(cls, actions: ActionTable, within: slice) -> _Rows:
         """Return the range of the ranks that these actions belong to."""
         receives, users, sends = [], [], []
-        for transfer in TRANSFERS:
-            mine = actions.positions_between(transfer.receive, within.start, within.stop)
+        for transfer in actions.routes.transfers:
+            mine = actions.positions_between(transfer.receive, within.start, within.stop, transfer.distance)
             slots = actions.slots_at(mine)
             user = actions.first_table(transfer.needed_by)[slots]
             good = ((user > mine) & (actions.rank[user] == actions.rank[mine])).nonzero()[0]
             receives.append(mine[good] - within.start)
             users.append(user[good] - within.start)
-            sends.append(actions.table(transfer.send)[slots[good] - transfer.stage_offset * actions.stride])
-        return cls(actions, within, np.concatenate(receives), np.concatenate(users), np.concatenate(sends))
+            sent = actions.table(transfer.send, transfer.distance)
+            sends.append(sent[slots[good] - transfer.stage_offset * actions.stride])
+        receive, user, send = map(np.concatenate, (receives, users, sends))
+        if not actions.routes.is_chain:  # an action may use several, which then stay in order
+            order = receive.argsort()
+            receive, user, send = receive[order], user[order], send[order]
+        return cls(actions, within, receive, user, send)
 
     @property
     def rank(self) -> Positions:
@@ -152,11 +157,9 @@ class _Rows(NamedTuple):
         """Return for each receive from a higher rank the next send to that rank, or the end."""
         actions, rank, kind = self.actions, self.rank, self.actions.kind[self.within]
         peer = np.full(len(rank), NONE, np.int32)
-        for transfer in TRANSFERS:
-            for type_, offset in ((transfer.send, transfer.stage_offset), (transfer.receive, -transfer.stage_offset)):
-                mine = (kind == packed.TYPE_NUMBER[type_]).nonzero()[0]
-                other = actions.stages_at(mine + self.within.start) + offset
-                peer[mine] = actions.rank_of_stage[np.clip(other, NONE, actions.stages)]
+        mine = packed.kind_mask(TRANSFER_TYPES).take(kind).nonzero()[0]
+        other = packed.peers(actions.codes[mine + self.within.start])
+        peer[mine] = actions.rank_of_stage[np.clip(other, NONE, actions.stages)]
         higher = (peer > rank).nonzero()[0]
         pair = (rank[higher] - rank[:1]).astype(np.int64) * actions.schedule.ranks + peer[higher]
         order = stable_order(pair)

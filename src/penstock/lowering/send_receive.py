@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 
-#: The types of actions whose output is sent; and by type number, to which stage and by which types of transfer.
+#: The types of actions whose output is sent; and by type number, in which direction and by which types of transfer.
 _MAKERS: Final = tuple(kind for transfer in TRANSFERS for kind in transfer.made_by)
-_STAGE_OFFSET, _SEND, _RECEIVE = np.zeros((3, len(packed.TYPE_NUMBER) + 1), np.int64)
+_DIRECTION, _SEND, _RECEIVE = np.zeros((3, len(packed.TYPE_NUMBER) + 1), np.int64)
 for _transfer in TRANSFERS:
     _numbers = [packed.TYPE_NUMBER[kind] for kind in _transfer.made_by]
-    _STAGE_OFFSET[_numbers] = _transfer.stage_offset
+    _DIRECTION[_numbers] = _transfer.stage_offset
     _SEND[_numbers], _RECEIVE[_numbers] = (packed.TYPE_NUMBER[kind] for kind in (_transfer.send, _transfer.receive))
 
 
@@ -67,9 +67,10 @@ class _Transfers(NamedTuple):
     """The tensors that go to another rank.
 
     Attributes:
-        made: the positions of the actions that produce them, in order.
-        number: the index of that action in its overlap; or 0 for all, if there is no overlap.
-        most_at_once: the most sub-actions of any overlap.
+        made: the positions of the actions that produce them, in order; of several from one action, the nearest first.
+        distance: how many stages further each goes; or 1 for all, in a chain.
+        number: the index of each among those of its cell; or 0 for all, if no cell can have several.
+        most_at_once: the most that any cell can have.
         receiver: the rank that each goes to.
         by_receiver: the order by receiver.
         sent: how many the ranks before each one send, and finally all of them.
@@ -77,6 +78,7 @@ class _Transfers(NamedTuple):
     """
 
     made: Positions
+    distance: Positions | int
     number: Positions | int
     most_at_once: int
     receiver: Positions
@@ -86,24 +88,57 @@ class _Transfers(NamedTuple):
 
 
 def _transfers(actions: ActionTable) -> _Transfers:
+    distance: Positions | int = 1
+    if actions.routes.is_chain:
+        made, receiver = _made_in_chain(actions)
+    else:
+        made, receiver, distance = _made_for_links(actions)
+    received = np.zeros(len(actions.offsets), np.int64)
+    np.bincount(receiver, minlength=actions.schedule.ranks).cumsum(out=received[1:])
+    sent, order = made.searchsorted(actions.offsets), stable_order(receiver)
+    number, most_at_once = _numbers_in_cells(actions, made)
+    return _Transfers(made, distance, number, most_at_once, receiver, order, sent, received)
+
+
+def _made_in_chain(actions: ActionTable) -> tuple[Positions, Positions]:
+    """Return the actions whose output goes to another rank, in order, and that rank."""
     makers, receivers = [], []
     for block in blocks(len(actions)):
         made = packed.kind_mask(_MAKERS).take(actions.kind[block]).nonzero()[0] + block.start
         if not actions.all_in_range:
             made = made[actions.in_range[made]]
-        receiver = actions.rank_of_stage[actions.stages_at(made) + _STAGE_OFFSET[actions.kind[made]]]
+        receiver = actions.rank_of_stage[actions.stages_at(made) + _DIRECTION[actions.kind[made]]]
         away = ((receiver != actions.rank[made]) & (receiver != NONE)).nonzero()[0]
         makers.append(made[away].astype(index_dtype(len(actions)), copy=False))
         receivers.append(receiver[away])
-    made, receiver = concatenate(makers), concatenate(receivers)
-    received = np.zeros(len(actions.offsets), np.int64)
-    np.bincount(receiver, minlength=actions.schedule.ranks).cumsum(out=received[1:])
-    sent, order = made.searchsorted(actions.offsets), stable_order(receiver)
-    if actions.cells == len(actions):
-        return _Transfers(made, 0, 1, receiver, order, sent, received)
-    first = np.append(True, actions.cell[1:] != actions.cell[:-1]).nonzero()[0]  # of each cell
-    most_at_once = int(np.bincount(actions.cell).max())
-    return _Transfers(made, made - first[actions.cell[made]], most_at_once, receiver, order, sent, received)
+    return concatenate(makers), concatenate(receivers)
+
+
+def _made_for_links(actions: ActionTable) -> tuple[Positions, Positions, Positions]:
+    """Return the same, an action once for every link that it serves, and how many stages further each goes."""
+    makers, receivers, distances = [], [], []
+    for transfer in actions.routes.transfers:
+        made, senders = actions.positions_in_range(*transfer.made_by), actions.routes.senders(transfer)
+        assert senders is not None  # it is not a chain
+        made = made[senders[actions.stages_at(made)]]
+        receiver = actions.rank_of_stage[actions.stages_at(made) + transfer.stage_offset]
+        away = (receiver != actions.rank[made]).nonzero()[0]
+        makers.append(made[away])
+        receivers.append(receiver[away])
+        distances.append(np.full(len(away), transfer.distance))
+    made, distance = np.concatenate(makers), np.concatenate(distances)
+    order = order_by(made, distance)  # what goes to the nearest stage is needed first
+    return made[order].astype(index_dtype(len(actions)), copy=False), np.concatenate(receivers)[order], distance[order]
+
+
+def _numbers_in_cells(actions: ActionTable, made: Positions) -> tuple[Positions | int, int]:
+    """Return the index of each transfer among those of its cell, and more than the largest."""
+    if actions.routes.is_chain and actions.cells == len(actions):
+        return 0, 1
+    cell = actions.cell[made]
+    begins = np.append(True, cell[1:] != cell[:-1])[: len(cell)].nonzero()[0]
+    number = np.arange(len(cell)) - begins.repeat(np.diff(np.append(begins, len(cell))))
+    return number, int(number.max(initial=0)) + 1
 
 
 def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks: slice) -> tuple[Codes, Positions]:
@@ -124,8 +159,11 @@ def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks:
     order = order_by(
         np.concatenate([actions.rank[own], actions.rank[made_here], transfers.receiver[coming]]) - ranks.start, turns
     )
-    codes = [actions.codes[own], _sends(actions.codes[made_here]), _receives(actions.codes[made_there])]
-    return np.concatenate(codes)[order], turns[order]
+    sends, receives = _sends(actions.codes[made_here]), _receives(actions.codes[made_there], 1)
+    if not isinstance(transfers.distance, int):
+        sends = packed.add_hops(sends, transfers.distance[sent] - 1)
+        receives = _receives(actions.codes[made_there], transfers.distance[coming])
+    return np.concatenate([actions.codes[own], sends, receives])[order], turns[order]
 
 
 def _sends(made: Codes) -> Codes:
@@ -133,10 +171,11 @@ def _sends(made: Codes) -> Codes:
     return packed.with_kinds(made, _SEND[packed.types(made)])
 
 
-def _receives(made: Codes) -> Codes:
-    """Return the receives of what these actions produce, on the stages that it goes to."""
+def _receives(made: Codes, distance: Positions | int) -> Codes:
+    """Return the receives of what these actions produce, on the stages that it goes to, this far away."""
     kind = packed.types(made)
-    return packed.shift_stages(packed.with_kinds(made, _RECEIVE[kind]), _STAGE_OFFSET[kind])
+    receives = packed.shift_stages(packed.with_kinds(made, _RECEIVE[kind]), _DIRECTION[kind] * distance)
+    return receives if isinstance(distance, int) else packed.add_hops(receives, distance - 1)
 
 
 def _rounds(actions: ActionTable) -> Positions:
