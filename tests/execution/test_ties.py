@@ -4,11 +4,10 @@ import re
 
 import pytest
 import torch
-from torch import nn
 
 import penstock as ps
-from penstock.errors import SplitError, StageError
-from penstock.execution.ties import Member, checked_ties, describe_mismatch, find_member
+from penstock.errors import SplitError
+from penstock.execution.ties import Member, checked_ties, describe_mismatch
 
 
 def test_members_are_sorted_and_single():
@@ -30,18 +29,6 @@ def test_members_are_sorted_and_single():
 def test_what_is_not_a_tie(ties, message):
     with pytest.raises(SplitError, match=message):
         checked_ties(ties, 4)
-
-
-def test_a_member_is_found_under_each_of_its_names():
-    module = nn.ModuleDict({"wte": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
-    module["head"].weight = module["wte"].weight
-    assert find_member(module, 0, "head.weight") is module["wte"].weight
-
-
-def test_an_unknown_member_is_refused_with_near_matches():
-    with pytest.raises(StageError, match=r"stage 2 has no parameter 'wieght'; did you mean weight\?") as caught:
-        find_member(nn.Linear(2, 2), 2, "wieght")
-    assert caught.value.stage == 2
 
 
 @pytest.mark.parametrize(

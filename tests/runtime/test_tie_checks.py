@@ -149,3 +149,16 @@ def test_a_rank_that_fails_in_the_exchange_ends_the_step_of_all() -> None:
     for said in run(schedule, work):
         assert "rank 3 failed" in said
         assert "no gradients today" in said
+
+
+def test_a_united_tensor_that_is_replaced_in_one_place_is_refused() -> None:
+    def work(pipe: Pipeline, mine: dict[int, nn.Module]) -> str:
+        step(pipe, 0)
+        if pipe.has_first:
+            mine[3].head.weight = nn.Parameter(mine[3].head.weight.detach().clone())
+        with pytest.raises((StageError, StepError)) as caught:
+            two_steps(pipe)
+        return str(caught.value)
+
+    for said in run(build("ZBVZeroBubble", 2), work):
+        assert "head.weight of stage 3 and wte.weight of stage 0 were made one tensor" in said

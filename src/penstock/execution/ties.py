@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from penstock.errors import SplitError, StageError
+from penstock.errors import SplitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -82,14 +82,6 @@ def _checked(given: Any, stages: int) -> Tie:
     return Tie(read)
 
 
-def find_member(module: torch.nn.Module, stage: int, name: str) -> torch.nn.Parameter:
-    """Find a parameter of a stage by its name; the error lists near matches."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    if name not in parameters:
-        raise StageError(f"stage {stage} has no parameter {name!r}{near_matches(name, parameters)}", stage=stage)
-    return parameters[name]
-
-
 def near_matches(name: str, known: Iterable[str]) -> str:
     """Describe the known names that are like one that is unknown, for the end of an error message.
 
@@ -102,11 +94,8 @@ def near_matches(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
-def describe_mismatch(parameters: Mapping[Member, torch.Tensor | Any]) -> str | None:
-    """Describe how the parameters of a tie differ in shape or element type; None if they do not.
-
-    Anything that has a shape and a dtype may stand for a parameter.
-    """
+def describe_mismatch(parameters: Mapping[Any, torch.Tensor]) -> str | None:
+    """Describe how the parameters of a tie, by member or name, differ in shape or element type; None if they do not."""
     (first, one), *others = parameters.items()
     for member, other in others:
         if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock.runtime.ties.digests import digest
 from penstock.runtime.ties.given import find_ties
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from penstock.execution.stage import Stage
     from penstock.runtime.ties.given import GivenTie
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     #: The parameters of each stage of this rank, by name.
     Places = Mapping[int, Mapping[str, ParameterPlace]]
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,25 @@ class LocalTie:
         tie: the tie.
         holders: the distinct tensors of this rank, of which this rank takes care.
         members: what each of these is called.
+        united: where this rank has the same tensors once more, with the number of the holder.
         ranks: all ranks that take care of such tensors, in the order in which gradients are summed.
     """
 
     tie: Tie
     holders: tuple[ParameterPlace, ...]
     members: tuple[Member, ...]
+    united: tuple[tuple[Member, ParameterPlace, int], ...]
     ranks: tuple[int, ...]
+
+    def check_united(self) -> None:
+        """Refuse a tensor that has been replaced in one place only since the pipeline was made."""
+        for member, place, number in self.united:
+            if place.parameter is not self.holders[number].parameter:
+                raise StageError(
+                    f"{member} and {self.members[number]} were made one tensor, but one of them has been replaced "
+                    "since; load, move or resize parameters before the pipeline is made, or in place",
+                    stage=member.stage,
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +131,20 @@ def agree(
 
 def _names_of_all(places: Places, stages: int, transport: Transport) -> dict[int, list[str]]:
     """Exchange the names of all parameters."""
-    mine = {str(stage): list(names) for stage, names in places.items()}
-    found = {int(stage): names for data in _exchange(transport, mine) for stage, names in data.items()}
-    return {stage: found.get(stage, []) for stage in range(stages)}
+    found: dict[int, list[str]] = {stage: [] for stage in range(stages)}
+    mine = [[stage, name] for stage, names in places.items() for name in names]
+    for stage, name in _exchange(transport, mine, lambda stage, name: (int(stage), str(name))):
+        found[stage].append(name)
+    return found
 
 
-def _exchange(transport: Transport, mine: Any) -> list[Any]:
+def _exchange(transport: Transport, mine: Sequence[Any], read: Callable[..., Item]) -> list[Item]:
+    """Share items with all ranks; returns those of all."""
     found = []
     for rank, data in enumerate(transport.exchange(json.dumps(mine).encode())):
         try:
-            found.append(json.loads(data))
-        except ValueError as error:
+            found += [read(*item) for item in json.loads(data)]
+        except (TypeError, ValueError) as error:
             raise MetadataError(f"the parameters that rank {rank} described could not be decoded") from error
     return found
 
@@ -172,11 +189,7 @@ def _identity(parameter: torch.nn.Parameter, transport: Transport) -> str:
 
 
 def _specs_of_all(mine: Sequence[MemberSpec], transport: Transport) -> dict[Member, MemberSpec]:
-    try:
-        found = [MemberSpec(**fields) for data in _exchange(transport, [*map(asdict, mine)]) for fields in data]
-    except TypeError as error:
-        raise MetadataError("the members of ties that a rank described could not be decoded") from error
-    return {spec.member: spec for spec in found}
+    return {spec.member: spec for spec in _exchange(transport, [*map(astuple, mine)], MemberSpec)}
 
 
 def _check_alike(specs: Sequence[MemberSpec]) -> None:
@@ -254,8 +267,13 @@ def _divide(
         first, ranks = _owners(tie, specs, rank_of)
         members = tuple(member for member in first.values() if rank_of[member.stage] == rank)
         holders = tuple(places[member.stage][member.name] for member in members)
+        united = [
+            (member, places[member.stage][member.name], members.index(first[specs[member].identity]))
+            for member in map(Member._make, tie.members)
+            if rank_of[member.stage] == rank and member not in members and first[specs[member].identity] in members
+        ]
         if holders:
-            local.append(LocalTie(tie, holders, members, ranks))
+            local.append(LocalTie(tie, holders, members, tuple(united), ranks))
         uncounted += holders[rank == ranks[0] :]
         for member in map(Member._make, tie.members):
             if rank_of[member.stage] != rank_of[first[specs[member].identity].stage]:

@@ -12,7 +12,7 @@ from penstock.execution.value_spec import flatten
 from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from penstock.execution.channel import Pending
     from penstock.runtime.ties.agreement import LocalTie
@@ -56,13 +56,18 @@ def swap(transport: Transport, values: Mapping[int, Any], device: torch.device) 
     buffers = {peer: [one.empty(device) for one in spec.tensors] for peer, spec in specs.items()}
     pending: list[tuple[int, Pending]] = []
     for peer, (tensors, _) in flat.items():
-        sends = (transport.send(tensor, peer, _FIRST_TAG + at) for at, tensor in enumerate(tensors))
-        receives = (transport.receive(tensor, peer, _FIRST_TAG + at) for at, tensor in enumerate(buffers[peer]))
+        sends = (transport.send(tensor, peer, tag) for tag, tensor in _tagged(tensors))
+        receives = (transport.receive(tensor, peer, tag) for tag, tensor in _tagged(buffers[peer]))
         # The lower rank sends first, and the higher one receives first.
         for posts in (sends, receives) if transport.rank < peer else (receives, sends):
             pending += [(peer, post) for post in posts]
     _wait(transport, pending)
     return {peer: specs[peer].unflatten(buffers[peer]) for peer in flat}
+
+
+def _tagged(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Number what is to be transferred; empty tensors, as of a shard without rows, are not."""
+    return ((_FIRST_TAG + number, tensor) for number, tensor in enumerate(tensors) if tensor.numel() > 0)
 
 
 def _wait(transport: Transport, pending: Sequence[tuple[int, Pending]]) -> None:

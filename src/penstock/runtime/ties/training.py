@@ -65,6 +65,8 @@ class Ties:
     def begin_step(self) -> None:
         """Set the gradients of earlier steps aside."""
         self._earlier = {}
+        for tie in self._agreement.local:
+            tie.check_united()
         for place in self._places():
             self._earlier[place] = place.parameter.grad
             place.parameter.grad = None
