@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import penstock as ps
 from penstock.runtime import Pipeline, run_in_threads
 from runtime.tied_models import (
     TIE,
@@ -49,6 +50,29 @@ def test_three_or_four_holders(readers: int) -> None:
     schedule = build("1F1B", 4)
     for found in run_in_threads(lambda transport: train(transport, schedule, readers), 4, timeout=60):
         assert max(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize("lanes", ["rank", "pair", "direction", "message"])
+@pytest.mark.parametrize("buffering", ["rendezvous", "eager"])
+def test_the_exchange_passes_every_kind_of_lane(lanes: str, buffering: str) -> None:
+    schedule = build("GPipe", 4)
+    comm = ps.CommModel(buffering, lanes=lanes)
+    for found in run_in_threads(lambda transport: train(transport, schedule, 2, 1), 4, model=comm, timeout=60):
+        assert max(found.values()) < 1e-12, found
+
+
+def test_a_recording_leaves_the_exchange_out() -> None:
+    schedule = build("1F1B", 2)
+
+    def work(pipe: Pipeline, mine: dict[int, nn.Module]) -> list[str]:
+        with pipe.recording() as record:
+            step(pipe, 0)
+        assert next(one for one in parameters(mine)).grad is not None
+        return [str(timed.action) for timed in record.steps[0]]
+
+    tied, untied = run(schedule, work), run(schedule, work, ties=[])
+    assert tied == untied
+    assert all(tied)
 
 
 def test_gradients_accumulate_over_steps() -> None:
