@@ -16,50 +16,12 @@ import torch
 import torch.distributed.pipelining as upstream
 
 import penstock.pipelining as ours
-from penstock.pipelining._IR import Pipe, TracingNotYetError
 
-TRACING = "part of tracing a model, which is not done yet"
-NO_PIPE = "a method of a traced model, of which there is none yet"
-
-DIFFERENT = {
-    "_unflatten": TRACING,
-    **dict.fromkeys(
-        [
-            "_IR.DetachExecutor",
-            "_IR._LinearNodeList",
-            "_IR._NodeReference",
-            "_IR._direct_serialization_deserialize",
-            "_IR._direct_serialization_reduce",
-            "_IR._find_loss_from_output_and_spec",
-            "_IR._find_loss_output",
-            "_IR._insert_stage_symbolic_backward",
-            "_IR._modify_graph_op_device",
-            "_IR._move_placeholders_to_front",
-            "_IR._pipe_split",
-            "_IR._split_after_forward",
-            "_IR._split_before_forward",
-            "_IR.aten_pipe_split_alias",
-        ],
-        TRACING,
-    ),
-    **dict.fromkeys(
-        [
-            "_IR.Pipe._from_traced",
-            "_IR.Pipe._number_and_count_forward_stages",
-            "_IR.Pipe.build_stage",
-            "_IR.Pipe.forward",
-            "_IR.Pipe.get_stage_module",
-            "_IR.Pipe.info",
-            "_IR.Pipe.print_readable",
-        ],
-        NO_PIPE,
-    ),
-}
+DIFFERENT: dict[str, str] = {}
 
 
 #: What ours does not use there, so that nothing would come of replacing it there either.
 ELSEWHERE = {
-    "_IR": ["PipeInfo", "_PipelineStage", "_null_coalesce_accumulate", "_outline_submodules", "stage_backward"],
     "_schedule_visualizer": ["PipelineStage", "_Action"],
 }
 
@@ -238,21 +200,6 @@ def attributes(rank, ranks, group):
 
 def test_schedules_and_stages_have_the_attributes_of_torch(workers):
     assert workers.run(attributes, ranks=1) == [[]]
-
-
-def test_tracing_says_what_to_use_instead():
-    for call in (
-        lambda: ours.pipeline(torch.nn.Linear(2, 2), (None,)),
-        lambda: ours.pipeline(torch.nn.Linear(2, 2), (None,), split_spec={"a": ours.SplitPoint.END}),
-        lambda: Pipe(None, 1, False, None),
-        lambda: Pipe.from_tracing(torch.nn.Linear(2, 2), ()),
-        lambda: ours._IR.annotate_split_points(torch.nn.Linear(2, 2), {}),
-    ):
-        with pytest.raises(NotImplementedError, match="PipelineStage") as raised:
-            call()
-        assert isinstance(raised.value, TracingNotYetError)
-    with pytest.raises(ValueError, match="split_policy"):
-        ours.pipeline(torch.nn.Linear(2, 2), (), split_spec={}, split_policy=lambda graph: graph)
 
 
 def test_models_with_marks_run_as_they_are():

@@ -1,46 +1,91 @@
-"""Names of tracing: a model that is cut into stages by the software. They are here, but that is not done yet.
+"""Tracing: a model is cut into stages at marks in its forward, at modules, or where a policy says.
 
-A program that only imports them works, and so does a model with ``pipe_split()`` in its forward or with modules of
-this file in it, run as it is. What would have to trace raises ``TracingNotYetError``, which says what to use instead.
+::
+
+    pipe = pipeline(model, mb_args=(x,), split_spec={"layers.4": SplitPoint.BEGINNING})
+    stage = pipe.build_stage(rank, device, group)
+
+What cannot be traced raises ``TraceError``. The graph is cut in ``penstock.models.tracing``.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.errors import RunError
+from penstock.errors import SplitError
+from penstock.models.tracing.devices import move_operations
+from penstock.models.tracing.graph_modules import reduce_graph_module, restore_graph_module
+from penstock.models.tracing.marks import MARK as aten_pipe_split_alias  # noqa: N811
+from penstock.models.tracing.marks import mark as _pipe_split
+from penstock.models.tracing.ordering import move_placeholders_to_front
+from penstock.models.tracing.serialization import LinearNodeList as _LinearNodeList
+from penstock.models.tracing.serialization import NodeReference as _NodeReference
+from penstock.models.tracing.split_points import SplitPoint, mark_modules, modules_marked
+from penstock.pipelining._backward import _null_coalesce_accumulate, stage_backward
+from penstock.pipelining._stage.traced import _PipelineStage
+from penstock.pipelining._tracing.executor import DetachExecutor
+from penstock.pipelining._tracing.loss import (
+    LossWrapper,
+    TrivialLossWrapper,
+    _find_loss_from_output_and_spec,
+    _find_loss_output,
+    _insert_stage_symbolic_backward,
+)
+from penstock.pipelining._tracing.pipe import (
+    PP_SUBMOD_PREFIX,
+    MultiUseParameterConfig,
+    MultiUseParamSpec,
+    Pipe,
+    get_submod_name,
+)
+from penstock.pipelining._unflatten import _outline_submodules
+from penstock.pipelining._utils import PipeInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import fx
-    from torch.export import ExportedProgram
+
+__all__ = [
+    "PP_SUBMOD_PREFIX",
+    "DetachExecutor",
+    "LossWrapper",
+    "MultiUseParamSpec",
+    "MultiUseParameterConfig",
+    "Pipe",
+    "PipeInfo",
+    "PipeSequential",
+    "PipeSplitWrapper",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "_LinearNodeList",
+    "_NodeReference",
+    "_PipelineStage",
+    "_direct_serialization_deserialize",
+    "_direct_serialization_reduce",
+    "_find_loss_from_output_and_spec",
+    "_find_loss_output",
+    "_insert_stage_symbolic_backward",
+    "_modify_graph_op_device",
+    "_move_placeholders_to_front",
+    "_null_coalesce_accumulate",
+    "_outline_submodules",
+    "_pipe_split",
+    "_split_after_forward",
+    "_split_before_forward",
+    "annotate_split_points",
+    "aten_pipe_split_alias",
+    "get_submod_name",
+    "pipe_split",
+    "pipeline",
+    "stage_backward",
+]
 
 logger = logging.getLogger(__name__)
-
-PP_SUBMOD_PREFIX = "submod_pp"
-
-
-class TracingNotYetError(RunError, NotImplementedError):
-    """Something that would have to trace a model was called."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"{name} traces the model, which penstock does not support yet; split the model into one module per stage "
-            "yourself and pass each to PipelineStage(module, stage_index, num_stages, device)"
-        )
-
-
-class SplitPoint(Enum):
-    """Where a model is cut: before a module runs, or after."""
-
-    BEGINNING = 1
-    END = 2
 
 
 class PipeSplitWrapper:
@@ -49,27 +94,9 @@ class PipeSplitWrapper:
     SplitPoint = SplitPoint
 
 
-class MultiUseParameterConfig(Enum):
-    """What becomes of a parameter that several stages use."""
-
-    TRANSMIT = 1
-    REPLICATE = 2
-
-
-MultiUseParamSpec: TypeAlias = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
-
-
 def pipe_split() -> None:
-    """Marks where a model may be cut; nothing happens when the model is run as it is."""
-
-
-def get_submod_name(stage_idx: int) -> str:
-    """The name of a stage's module in a traced model.
-
-    >>> get_submod_name(2)
-    'submod_pp_2'
-    """
-    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
+    """Mark where a model is cut; nothing happens when the model is run as it is."""
+    _pipe_split()
 
 
 class PipeSequential(torch.nn.Sequential):
@@ -89,59 +116,42 @@ class PipeSequential(torch.nn.Sequential):
         return input
 
 
-class LossWrapper(torch.nn.Module):
-    """A model and its loss; derive from it and say in ``forward`` how they are connected."""
-
-    def __init__(self, module: torch.nn.Module, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.loss_fn = loss_fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """For derived classes to write."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no forward that connects its model and its loss; write one"
-        )
+def annotate_split_points(mod: torch.nn.Module, spec: dict[str, SplitPoint]) -> None:
+    """Mark modules of a model by name, before or after they run. ``pipeline`` does so for the time of a trace."""
+    mark_modules(mod, spec)
 
 
-class TrivialLossWrapper(LossWrapper):
-    """The loss of what the model makes of one input."""
-
-    loss_spec = True
-
-    def forward(self, x: Any, targets: Any) -> Any:
-        """The loss."""
-        return self.loss_fn(self.module(x), targets)
+def _split_before_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward with a mark before it."""
+    pipe_split()
+    return self._orig_forward(*args, **kwargs)
 
 
-class Pipe(torch.nn.Module):
-    """A traced model."""
-
-    def __init__(
-        self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec: Any
-    ) -> NoReturn:
-        raise TracingNotYetError("Pipe")
-
-    @staticmethod
-    def from_tracing(
-        mod: torch.nn.Module,
-        example_args: tuple[Any, ...],
-        example_kwargs: dict[str, Any] | None = None,
-        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-    ) -> NoReturn:
-        """Trace a model and cut it at its marks."""
-        raise TracingNotYetError("Pipe.from_tracing()")
-
-    @staticmethod
-    def _trace_with_export(
-        mod: torch.nn.Module, example_args: tuple[Any, ...], example_kwargs: dict[str, Any] | None = None
-    ) -> ExportedProgram:
-        raise TracingNotYetError("Pipe")
+def _split_after_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A forward with a mark after it."""
+    output = self._orig_forward(*args, **kwargs)
+    pipe_split()
+    return output
 
 
-def annotate_split_points(mod: torch.nn.Module, spec: dict[str, SplitPoint]) -> NoReturn:
-    """Mark where a model is cut."""
-    raise TracingNotYetError("annotate_split_points()")
+def _move_placeholders_to_front(graph: fx.Graph) -> None:
+    """Let a graph begin with its placeholders."""
+    move_placeholders_to_front(graph)
+
+
+def _modify_graph_op_device(gm: fx.GraphModule, new_device: torch.device) -> None:
+    """Let operations that create tensors create them on a device."""
+    move_operations(gm, new_device)
+
+
+def _direct_serialization_reduce(self: fx.GraphModule) -> tuple[Any, ...]:
+    """What pickles a graph module node by node."""
+    return reduce_graph_module(self)
+
+
+def _direct_serialization_deserialize(body: dict[str, Any], nodes: _LinearNodeList) -> fx.GraphModule:
+    """Make the module again."""
+    return restore_graph_module(body, nodes)
 
 
 def pipeline(
@@ -150,8 +160,17 @@ def pipeline(
     mb_kwargs: dict[str, Any] | None = None,
     split_spec: dict[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
-) -> NoReturn:
-    """Trace a model and cut it into stages."""
+) -> Pipe:
+    """Trace a model and cut it into stages.
+
+    Args:
+        module: the model; its own tensors are used, and it is left as it is.
+        mb_args: example arguments: those of one microbatch.
+        mb_kwargs: example keyword arguments.
+        split_spec: the modules to cut at, by name. Without it the model is cut at each ``pipe_split()`` in its forward.
+        split_policy: inserts marks into the exported graph.
+    """
     if split_spec is not None and split_policy is not None:
-        raise ValueError("split_spec and split_policy both say where to split; pass only one of them")
-    raise TracingNotYetError("pipeline()")
+        raise SplitError("split_spec and split_policy both say where to split; pass only one of them")
+    with modules_marked(module, split_spec or {}):
+        return Pipe.from_tracing(module, mb_args, mb_kwargs, split_policy)

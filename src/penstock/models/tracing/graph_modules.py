@@ -1,0 +1,66 @@
+"""The modules that a trace is made into."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from penstock.models.tracing.quiet import torch_warnings_hidden
+from penstock.models.tracing.regions import modes_kept
+from penstock.models.tracing.serialization import LinearNodeList
+
+#: Beside the attributes of a pickled module: how it is called, pickled.
+_CODEGEN: Final = "_codegen"
+
+
+class TracedModule(fx.GraphModule):
+    """A stage of a traced model, or a module inside one. It can be copied and pickled."""
+
+    def __init__(self, root: Any, graph: fx.Graph, class_name: str = "GraphModule") -> None:
+        super().__init__(root, graph, class_name)
+        if isinstance(root, torch.nn.Module):
+            _keep_persistence(root, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it. If that fails inside of a no_grad or autocast region, the mode is switched back."""
+        with modes_kept():
+            return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with torch_warnings_hidden():
+            copied = super().__deepcopy__(memo)
+        _keep_persistence(self, copied)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return reduce_graph_module(self)
+
+
+def _keep_persistence(before: torch.nn.Module, after: torch.nn.Module) -> None:
+    """Let buffers that are not part of the state dict stay so; a graph module takes all for persistent."""
+    modules = dict(after.named_modules())
+    for name, module in before.named_modules():
+        if name in modules:
+            names = module._non_persistent_buffers_set & modules[name]._buffers.keys()
+            modules[name]._non_persistent_buffers_set |= names
+
+
+def reduce_graph_module(module: fx.GraphModule) -> tuple[Any, ...]:
+    """What pickles a module: its attributes and its nodes."""
+    body = {name: value for name, value in vars(module).items() if name != "_graph"}
+    with torch_warnings_hidden():
+        body[_CODEGEN] = pickle.dumps(module.graph._codegen)
+    return restore_graph_module, (body, LinearNodeList(module.graph.nodes))
+
+
+def restore_graph_module(body: dict[str, Any], nodes: LinearNodeList) -> fx.GraphModule:
+    """Make the module again."""
+    holder, graph = torch.nn.Module(), nodes.to_graph()
+    vars(holder).update({name: value for name, value in body.items() if name != _CODEGEN})
+    if _CODEGEN in body:
+        with torch_warnings_hidden():
+            graph.set_codegen(pickle.loads(body[_CODEGEN]))
+    return TracedModule(holder, graph)

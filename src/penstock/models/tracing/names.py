@@ -1,0 +1,64 @@
+"""Names tensors as the model does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class TensorNames:
+    """The names of a model's parameters and buffers; one that is tied has several."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names: dict[int, list[str]] = defaultdict(list)
+        self._transient: set[str] = set()
+        for module_name, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{module_name}." if module_name else ""
+            for name, tensor in _tensors(module):
+                self._names[id(tensor)].append(prefix + name)
+            self._transient |= {prefix + name for name in module._non_persistent_buffers_set}
+        self._model = model  # keeps the tensors, so that none can come to have the identity of one that is gone
+
+    def names(self, tensor: Any, name: str) -> list[str]:
+        """All names of a tensor, beginning with the given one."""
+        return [name, *(other for other in self._names.get(id(tensor), ()) if other != name)]
+
+    def is_persistent(self, name: str) -> bool:
+        """Whether a buffer is part of a state dict."""
+        return name not in self._transient
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def find_attribute(module: torch.nn.Module, name: str) -> Any:
+    """Return an attribute of a module or of one inside it."""
+    value: Any = module
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def assign(module: torch.nn.Module, name: str, value: Any, *, persistent: bool = True) -> None:
+    """Set an attribute of a module, or of one inside it, which is created if it is missing."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(module, part):
+            module.add_module(part, torch.nn.Module())
+        module = getattr(module, part)
+    if isinstance(value, torch.nn.Module):
+        module.add_module(last, value)
+    elif isinstance(value, torch.nn.Parameter):
+        module.register_parameter(last, value)
+    elif isinstance(value, torch.Tensor):
+        module.register_buffer(last, value, persistent=persistent)
+    else:
+        setattr(module, last, value)

@@ -1,0 +1,166 @@
+"""Builds the module of a stage from a part of the graph, with a module inside for each call of one.
+
+So its parameters have the names that they have in the model. A module that is called again in the same stage becomes a
+second one, ``name@1``, which holds no parameters but is passed those of the first.
+"""
+
+from __future__ import annotations
+
+import operator
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from penstock.models.tracing.graph_modules import TracedModule
+from penstock.models.tracing.names import TensorNames, assign, find_attribute
+from penstock.models.tracing.scopes import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from penstock.models.tracing.scopes import Scope
+
+
+class Source(NamedTuple):
+    """What modules are built from.
+
+    Attributes:
+        model: the exported model, which holds the tensors that the graph refers to.
+        names: their names.
+        scopes: where each node belongs.
+    """
+
+    model: torch.nn.Module
+    names: TensorNames
+    scopes: dict[fx.Node, Scope]
+
+
+def build_module(source: Source, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], output: Any) -> fx.GraphModule:
+    """Build a module that runs these nodes, given some values of other ones, and returns some of its own."""
+    frame = _Frame(source, path="", owns=True)
+    frame.take(inputs)
+    frame.run(nodes, 0)
+    return frame.finish(output)
+
+
+class _Frame:
+    """A module that is being built.
+
+    Attributes:
+        path: the name of the module in the model.
+        owns: whether it has the place in the stage that it has in the model, and holds parameters.
+    """
+
+    def __init__(self, source: Source, *, path: str, owns: bool) -> None:
+        self.source = source
+        self.path = path
+        self.owns = owns
+        self._graph = fx.Graph()
+        self._root = torch.nn.Module()
+        self._here: dict[fx.Node, fx.Node] = {}
+        self._calls: dict[str, int] = {}
+
+    def take(self, inputs: Iterable[fx.Node]) -> None:
+        """Add arguments."""
+        for node in inputs:
+            argument = self._graph.placeholder(node.name, type_expr=node.type)
+            argument.meta = dict(node.meta)
+            self._here[node] = argument
+
+    def run(self, nodes: Sequence[fx.Node], depth: int) -> None:
+        """Append nodes, which have as many scopes around them as ``depth`` in common with this module."""
+        for scope, run in groupby(nodes, key=lambda node: _at(self.source.scopes[node], depth)):
+            members = list(run)
+            if scope is None:
+                for node in members:
+                    self._here[node] = self._graph.node_copy(node, self._value)
+            elif isinstance(scope, Call):
+                self._call(scope, members, depth)
+            else:
+                entered = scope.enter(self._graph)
+                self.run(members, depth + 1)
+                scope.leave(self._graph, entered)
+
+    def finish(self, output: Any) -> fx.GraphModule:
+        """Return the module; ``output`` is what it returns."""
+        self._graph.output(map_arg(output, self._value))
+        return TracedModule(self._root, self._graph)
+
+    def _call(self, call: Call, members: Sequence[fx.Node], depth: int) -> None:
+        inside = f"{self.path}." if self.path else ""
+        is_child = call.path.startswith(inside)
+        name = call.path.removeprefix(inside)
+        again = self._calls.get(name, 0)
+        self._calls[name] = again + 1
+        child = _Frame(self.source, path=call.path, owns=self.owns and is_child and not again)
+        own = set(members)
+        inputs = _used_from_outside(members, own, lambda node: child._local_name(node) is not None)
+        outputs = [node for node in members if any(user not in own for user in node.users)]
+        child.take(inputs)
+        child.run(members, depth + 1)
+        place = f"{name}@{again}" if again else name
+        assign(self._root, place, child.finish(one_or_all(outputs)))
+        called = self._graph.call_module(place, tuple(map(self._value, inputs)))
+        self._receive(called, outputs)
+
+    def _receive(self, called: fx.Node, outputs: Sequence[fx.Node]) -> None:
+        if len(outputs) == 1:
+            self._here[outputs[0]] = called
+            called.meta["val"] = outputs[0].meta.get("val")
+            return
+        for position, node in enumerate(outputs):
+            item = self._graph.call_function(operator.getitem, (called, position))
+            item.meta["val"] = node.meta.get("val")
+            self._here[node] = item
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """What stands for a node of the whole graph in this module."""
+        if node not in self._here:
+            name = self._local_name(node)
+            assert name is not None, f"{node} is not available in {self.path or 'the stage'}"
+            value = find_attribute(self.source.model, str(node.target))
+            persistent = self.source.names.is_persistent(f"{self.path}.{name}" if self.path else name)
+            if isinstance(value, torch.nn.Module):
+                name = self._free_name(name)
+            assign(self._root, name, value, persistent=persistent)
+            self._here[node] = self._graph.get_attr(name)
+            self._here[node].meta = dict(node.meta)
+        return self._here[node]
+
+    def _local_name(self, node: fx.Node) -> str | None:
+        """The name in this module of what a node gets from the model; None if this module does not hold it."""
+        if node.op != "get_attr":
+            return None
+        value = find_attribute(self.source.model, str(node.target))
+        if isinstance(value, torch.nn.Module):  # e.g. a branch of a condition, which is not passed as an argument
+            return str(node.target).rpartition(".")[2]
+        inside = f"{self.path}." if self.path else ""
+        fitting = [name for name in self.source.names.names(value, str(node.target)) if name.startswith(inside)]
+        return fitting[0].removeprefix(inside) if self.owns and fitting else None
+
+    def _free_name(self, name: str) -> str:
+        free, number = name, 0
+        while hasattr(self._root, free):
+            number += 1
+            free = f"{name}_{number}"
+        return free
+
+
+def one_or_all(outputs: Sequence[fx.Node]) -> Any:
+    """What a module with these outputs returns: a single one as it is."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _at(scope: Scope, depth: int) -> Any:
+    return scope[depth] if depth < len(scope) else None
+
+
+def _used_from_outside(
+    members: Sequence[fx.Node], own: set[fx.Node], is_held: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """What nodes use and do not make or hold themselves, in the order in which they use it."""
+    used = dict.fromkeys(value for node in members for value in node.all_input_nodes)
+    return [value for value in used if value not in own and not is_held(value)]

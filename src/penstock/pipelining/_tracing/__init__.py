@@ -1,0 +1,1 @@
+"""A traced model: how it runs on one process, its loss, its stages."""

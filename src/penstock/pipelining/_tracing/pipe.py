@@ -1,0 +1,202 @@
+"""A model that was traced and cut into stages."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import operator
+from collections import defaultdict
+from enum import Enum
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+
+import torch
+from torch import fx
+
+from penstock.errors import SplitError, TraceError
+from penstock.models.tracing.devices import move_operations
+from penstock.models.tracing.exporting import export_model
+from penstock.models.tracing.stages import make_stages
+from penstock.pipelining._backward import _null_coalesce_accumulate, stage_backward
+from penstock.pipelining._stage.traced import _PipelineStage
+from penstock.pipelining._tracing.executor import DetachExecutor
+from penstock.pipelining._tracing.loss import _find_loss_output, _insert_stage_symbolic_backward
+from penstock.pipelining._utils import PipeInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import ProcessGroup
+    from torch.export import ExportedProgram
+
+logger = logging.getLogger("penstock.pipelining._IR")
+
+PP_SUBMOD_PREFIX = "submod_pp"
+
+#: What the graph that calls the stages consists of, beside the calls.
+_FUNCTIONS: Final = (operator.getitem, stage_backward, _null_coalesce_accumulate)
+
+
+class MultiUseParameterConfig(Enum):
+    """What becomes of a parameter that several stages use."""
+
+    TRANSMIT = 1
+    REPLICATE = 2
+
+
+MultiUseParamSpec: TypeAlias = MultiUseParameterConfig | dict[str, MultiUseParameterConfig]
+
+
+def get_submod_name(stage_idx: int) -> str:
+    """The name of a stage's module in a traced model.
+
+    >>> get_submod_name(2)
+    'submod_pp_2'
+    """
+    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
+
+
+class Pipe(torch.nn.Module):
+    """A traced model: one module per stage, and a graph that calls them in turn.
+
+    Called, it runs all stages on this process and returns the outputs of the model, flat, in a tuple.
+
+    Attributes:
+        split_gm: holds the modules of the stages, and the graph that calls them.
+        num_stages: how many there are.
+        has_loss_and_backward: whether the graph computes the backward, too.
+        loss_spec: which output is the loss.
+        replicated_params: for each parameter that several stages use, its name in each of them. Every stage has a copy.
+    """
+
+    def __init__(self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec: Any) -> None:
+        super().__init__()
+        for node in split_gm.graph.nodes:
+            is_known = node.op in ("call_module", "placeholder", "output") or node.target in _FUNCTIONS
+            if not is_known and (node.op, node.target) != ("call_method", "backward"):
+                raise AssertionError(f"{node.format_node()} is neither a stage nor between stages")
+        self.split_gm = split_gm
+        self.executor = DetachExecutor(split_gm)
+        self.num_stages = num_stages
+        self.has_loss_and_backward = has_loss_and_backward
+        self.loss_spec = loss_spec
+        self.replicated_params = _replicate(split_gm)
+        split_gm.forward = _refuse_call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages here, each as if it were on its own: no gradient goes from one to the other."""
+        if kwargs:
+            bound = self._signature().bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = tuple(bound.arguments.values())
+        return self.executor.run(*args)
+
+    def _signature(self) -> Signature:
+        parameters = []
+        for node in self.split_gm.graph.nodes:
+            if node.op == "placeholder":
+                name = str(node.target)
+                kinds = {0: Parameter.POSITIONAL_OR_KEYWORD, 1: Parameter.VAR_POSITIONAL, 2: Parameter.VAR_KEYWORD}
+                kind = kinds[len(name) - len(name.lstrip("*"))]
+                default = node.args[0] if node.args else Parameter.empty
+                parameters.append(Parameter(name.lstrip("*"), kind, default=default))
+        return Signature(parameters)
+
+    def get_stage_module(self, stage_idx: int) -> torch.nn.Module:
+        """The module of a stage."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise SplitError(f"there is no stage {stage_idx}; the stages are 0 to {self.num_stages - 1}")
+        return self.split_gm.get_submodule(get_submod_name(stage_idx))
+
+    @staticmethod
+    def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
+        """Write into each call of a stage which one it is, and count them."""
+        calls = [
+            node for node in gm.graph.nodes if node.op == "call_module" and node.target.startswith(PP_SUBMOD_PREFIX)
+        ]
+        for node in calls:
+            node.meta["stage_idx"] = int(node.target.rpartition("_")[2])
+        return len(calls)
+
+    @staticmethod
+    def _from_traced(
+        mod: torch.nn.Module,
+        exported_program: ExportedProgram,
+        multi_use_param_spec: MultiUseParamSpec | None = None,  # noqa: ARG004 - each stage has a copy in any case
+        output_loss_value_spec: Any = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> Pipe:
+        """Cut an exported model at its marks. ``output_loss_value_spec`` is True for the output that is the loss."""
+        split = make_stages(mod, exported_program, get_submod_name, split_policy)
+        spec = output_loss_value_spec
+        if spec is not None:
+            loss, output, spec = _find_loss_output(mod, split.graph, spec)
+            if loss is None:
+                raise TraceError(f"output_loss_value_spec={spec!r} is True for no output, so there is no loss")
+            _insert_stage_symbolic_backward(split.graph, loss, output)
+            split.recompile()
+        count = Pipe._number_and_count_forward_stages(split)
+        return Pipe(split, count, output_loss_value_spec is not None, spec)
+
+    def print_readable(self) -> None:
+        """Print the code of the stages, and of what calls them."""
+        self.split_gm.print_readable()
+
+    @staticmethod
+    def _trace_with_export(
+        mod: torch.nn.Module, example_args: tuple[Any, ...], example_kwargs: dict[str, Any] | None = None
+    ) -> ExportedProgram:
+        return export_model(mod, example_args, example_kwargs)
+
+    @staticmethod
+    def from_tracing(
+        mod: torch.nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> Pipe:
+        """Trace a model and cut it at its marks, or where a policy puts some."""
+        program = Pipe._trace_with_export(mod, example_args, example_kwargs)
+        return Pipe._from_traced(mod, program, MultiUseParameterConfig.REPLICATE, split_policy=split_policy)
+
+    def __str__(self) -> str:
+        return str(self.split_gm)
+
+    def __repr__(self) -> str:
+        return repr(self.split_gm)
+
+    def info(self) -> PipeInfo:
+        """What a stage needs to know of the whole. It does not refer to the modules of other stages."""
+        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+
+    def build_stage(self, stage_index: int, device: torch.device, group: ProcessGroup | None = None) -> _PipelineStage:
+        """A stage for a schedule, with its module on a device."""
+        module = self.get_stage_module(stage_index)
+        if isinstance(module, fx.GraphModule):
+            move_operations(module, device)
+        else:
+            logger.warning("stage %s is a %s; operations in it stay on their devices", stage_index, type(module))
+        return _PipelineStage(module, stage_index, self.info(), device, group)
+
+
+def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001
+    raise TraceError("split_gm only holds the stages; call the Pipe itself to run them on this process")
+
+
+def _replicate(split_gm: fx.GraphModule) -> list[dict[str, str]]:
+    """Give each stage a copy of a parameter that several use; returns their names by stage."""
+    holders: dict[torch.nn.Parameter, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for stage_name, stage in split_gm.named_children():
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            holders[parameter][stage_name].append(name)
+    found = []
+    for parameter, stages in holders.items():
+        if len(stages) < 2:
+            continue
+        found.append({stage_name: names[0] for stage_name, names in stages.items()})
+        for stage_name, names in stages.items():
+            own = copy.deepcopy(parameter)
+            for name in names:
+                path, _, last = name.rpartition(".")
+                setattr(split_gm.get_submodule(stage_name).get_submodule(path), last, own)
+    return found
