@@ -1,6 +1,6 @@
-"""Stages that fail where they are told to, and what every rank makes of it.
+"""Stages that fail on request, and what every rank makes of it.
 
-A stage is told by a kind and a microbatch: it fails in its forward, in the gradient of its input, or in that of its
+A fault is a kind and a microbatch: the stage fails in its forward, in the gradient of its input, or in that of its
 weight, for that microbatch. Transfers, and what has no code of the user's in it, fail through a custom function.
 """
 
@@ -10,6 +10,7 @@ import gc
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from penstock.runtime import Microbatches, Pipeline
 WIDTH = 3
 MICROBATCHES = 3
 mse = functional.mse_loss
+#: Within so many seconds every rank that is in the step knows.
+SOON = 5.0
+#: The seconds after which a rank that is silent counts as gone, where ranks are killed.
+PATIENCE = 3.0
 
 
 class InjectedError(Exception):
@@ -47,7 +52,7 @@ class Trap(torch.autograd.Function):
 
 
 class Faulty(nn.Module):
-    """A layer that fails when it is told to."""
+    """A layer that fails on request."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -67,8 +72,19 @@ class Faulty(nn.Module):
             raise InjectedError(f"{kind} of microbatch {number}")
 
 
+class Wide(nn.Module):
+    """Gives more bytes than a header has, so that one taken for the other would end a process."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 600) if index == 0 else nn.Linear(600, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x)
+
+
 @dataclass
-class Told:
+class Outcome:
     """What a rank made of a step that failed somewhere.
 
     Attributes:
@@ -130,7 +146,7 @@ def lowered(name: str, ranks: int) -> ps.Schedule:
     return ps.lower(ps.build(name, ranks=ranks, microbatches=MICROBATCHES))
 
 
-def set_fault(pipe: Pipeline, modules: dict[int, Faulty], action: Any, told: Told) -> None:
+def set_fault(pipe: Pipeline, modules: dict[int, Faulty], action: Any, outcome: Outcome) -> None:
     """Make one action of this rank fail, in the user's code where there is some in it."""
     kinds = {"F": "F", "B": "I", "I": "I", "W": "W"}
     text = str(action.computation_type.value)
@@ -142,59 +158,59 @@ def set_fault(pipe: Pipeline, modules: dict[int, Faulty], action: Any, told: Tol
 
     def function(this: Any, context: Any) -> None:
         if this == action:
-            told.failed_at = time.time()
+            outcome.failed_at = time.time()
             raise InjectedError(f"in {this}")
         context.run(this)
 
     pipe.register_custom_function(action.computation_type, function)
 
 
-def attempt(pipe: Pipeline, modules: dict[int, Faulty], told: Told, together: Any) -> Told:
+def attempt(pipe: Pipeline, modules: dict[int, Faulty], outcome: Outcome, together: Any) -> Outcome:
     """The step that fails, and the call after it."""
     try:
         call(pipe)
     except Exception as error:
-        told.at = time.time()
-        told.error, told.printed = error, "".join(traceback.format_exception(error))  # type: ignore[assignment]
+        outcome.at = time.time()
+        outcome.error, outcome.printed = error, "".join(traceback.format_exception(error))  # type: ignore[assignment]
         error.__traceback__ = error.__cause__ = error.__context__ = None
-    told.failed_at = max([told.failed_at, *[module.failed_at for module in modules.values()]])
+    outcome.failed_at = max([outcome.failed_at, *[module.failed_at for module in modules.values()]])
     together()  # whoever had completed its part is between two steps now
     began = time.monotonic()
     try:
         call(pipe)
     except Exception as error:
-        told.again = error
+        outcome.again = error
         error.__traceback__ = error.__cause__ = error.__context__ = None
-    told.seconds = time.monotonic() - began
-    told.left = sum(module.weight.grad is not None for module in modules.values())
-    return told
+    outcome.seconds = time.monotonic() - began
+    outcome.left = sum(module.weight.grad is not None for module in modules.values())
+    return outcome
 
 
-def problems(tolds: list[Told], action: Any, rank: int, *, soon: float = 5.0) -> list[str]:
+def problems(outcomes: list[Outcome], action: Any, rank: int, *, soon: float = 5.0) -> list[str]:
     """Everything that is not as it should be after an action failed on a rank."""
     found = []
-    failed_at = max(told.failed_at for told in tolds)
-    for here, told in enumerate(tolds):
+    failed_at = max(outcome.failed_at for outcome in outcomes)
+    for here, outcome in enumerate(outcomes):
         where = f"{action} of rank {rank}, seen by rank {here}"
-        if told.error is None and here == rank:
+        if outcome.error is None and here == rank:
             found.append(f"{where}: no error")
-        if told.error is not None:
-            found += [f"{where}: {fault}" for fault in _faults_of(told, action, rank, here)]
-            if told.at - failed_at > soon:
-                found.append(f"{where}: known after {told.at - failed_at:.1f} s")
-        if not isinstance(told.again, StepError) or "must be rebuilt" not in str(told.again):
-            found.append(f"{where}: the next call raises {told.again!r}")
-        elif str(action) not in str(told.again) or told.seconds > soon:
-            found.append(f"{where}: the next call takes {told.seconds:.1f} s and says {told.again}")
-        if told.left:
-            found.append(f"{where}: {told.left} gradients are left")
-        if not told.right:
+        if outcome.error is not None:
+            found += [f"{where}: {fault}" for fault in _faults_of(outcome, action, rank, here)]
+            if outcome.at - failed_at > soon:
+                found.append(f"{where}: known after {outcome.at - failed_at:.1f} s")
+        if not isinstance(outcome.again, StepError) or "must be rebuilt" not in str(outcome.again):
+            found.append(f"{where}: the next call raises {outcome.again!r}")
+        elif str(action) not in str(outcome.again) or outcome.seconds > soon:
+            found.append(f"{where}: the next call takes {outcome.seconds:.1f} s and says {outcome.again}")
+        if outcome.left:
+            found.append(f"{where}: {outcome.left} gradients are left")
+        if not outcome.right:
             found.append(f"{where}: wrong gradients in the step before")
     return found
 
 
-def _faults_of(told: Told, action: Any, rank: int, here: int) -> list[str]:
-    error = told.error
+def _faults_of(outcome: Outcome, action: Any, rank: int, here: int) -> list[str]:
+    error = outcome.error
     if not isinstance(error, StepError):
         return [f"raises {error!r}"]
     leaf = action.parts[0]
@@ -208,9 +224,9 @@ def _faults_of(told: Told, action: Any, rank: int, here: int) -> list[str]:
     found += [f"{text!r} is not in {error}" for text in texts if text not in str(error)]
     if "Traceback" not in (error.remote_traceback or "") or "raise InjectedError" not in (error.remote_traceback or ""):
         found.append(f"remote_traceback is {error.remote_traceback}")
-    if told.printed.count("raise InjectedError") != 1:
+    if outcome.printed.count("raise InjectedError") != 1:
         found.append(
-            f"prints the place of the error {told.printed.count('raise InjectedError')} times:\n{told.printed}"
+            f"prints the place of the error {outcome.printed.count('raise InjectedError')} times:\n{outcome.printed}"
         )
     return found
 
@@ -228,3 +244,16 @@ def threads() -> tuple[int, int]:
 
 def fresh_modules(schedule: ps.Schedule, rank: int) -> dict[int, Faulty]:
     return {index: Faulty(index) for index in schedule.placement.stages_of(rank)}
+
+
+def error_of(function: Callable[[], Any]) -> Any:
+    """What it raises, without what would not go to another process."""
+    began = time.monotonic()
+    try:
+        function()
+    except BaseException as error:
+        error.printed = "".join(traceback.format_exception(error))
+        error.seconds = time.monotonic() - began
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return error
+    return None
