@@ -151,7 +151,7 @@ def test_waiting_for_a_slow_stage_does_not_count_as_work(monkeypatch, warm):
             for _ in range(2):
                 pipe.step(*given, target=batch)
         pipe.step(*given, target=batch)
-        timed = [link for link in pipe._engine.programs.links.values() if link._transport is not transport]
+        timed = [link for link in pipe._engine.programs.links.by_ends.values() if link._channel is not transport]
         return record.costs().forward, timed, pipe.transport is transport
 
     for forward, timed, same in clocks.run(worker, 2, monkeypatch):

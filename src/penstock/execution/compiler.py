@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from penstock.execution.operation_set import OperationSet
     from penstock.execution.send_releases import Releases
+    from penstock.ir.edges import Link
 
 S = TypeVar("S")
 
@@ -25,6 +26,7 @@ def compile_program(
     *,
     rank: int,
     rank_of: Callable[[int], int | None],
+    links: Sequence[Link] | None = None,
     early_receives: bool = False,
 ) -> Program[S]:
     """Compile the program of one rank.
@@ -35,6 +37,7 @@ def compile_program(
         releases: when its sends may be released.
         rank: whose program it is.
         rank_of: the rank of a stage; None if it is unknown.
+        links: the links of the pipeline; without them, those of a chain.
         early_receives: post receives ahead of their place. Correct only where messages do not queue in lanes.
     """
     lines: list[Line[S]] = []
@@ -42,7 +45,7 @@ def compile_program(
     computed = 0
     for position, cell in enumerate(row):
         label, action = operations.label(cell), cell if isinstance(cell, Action) else None
-        lines.append(Line(operations.operation(cell), label, cell, position, *_awaited(action, rank, rank_of)))
+        lines.append(Line(operations.operation(cell), label, cell, position, *_awaited(action, rank, rank_of, links)))
         slots.append(_slot(action, computed, rank_of))
         computed += len(action.parts) if action is not None and action.is_compute else 0
         for peer, keys in releases.after.get(position, {}).items():
@@ -56,10 +59,10 @@ def compile_program(
 
 
 def _awaited(
-    action: Action | None, rank: int, rank_of: Callable[[int], int | None]
+    action: Action | None, rank: int, rank_of: Callable[[int], int | None], links: Sequence[Link] | None
 ) -> tuple[int, str] | tuple[None, None]:
     """Find the first other rank whose message an action uses, and the receive of that message."""
-    for message in () if action is None else used_by(action):
+    for message in () if action is None else used_by(action, links):
         peer = rank_of(message.source)
         if peer is not None and peer != rank:
             return peer, message.receive

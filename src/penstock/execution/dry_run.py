@@ -6,23 +6,24 @@ are kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from penstock.errors import StageError
 from penstock.execution.autograd import is_inplace_on_leaf
-from penstock.execution.links import as_arguments
 from penstock.execution.preserved_state import copy_as_leaves, preserved_state
 from penstock.execution.shared_memory import Kin, find_groups, has_memory
 from penstock.execution.trees import tensors_in
-from penstock.execution.value_spec import ValueSpec, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from penstock.execution.links import Route
+    from penstock.execution.links.fan_out import OutputValues
     from penstock.execution.stage import Stage
+    from penstock.execution.value_spec import ValueSpec
 
 
 class Call(NamedTuple):
@@ -38,13 +39,14 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     kin: Kin = ()
 
-    @classmethod
-    def with_zeros(cls, meta: ValueSpec, device: torch.device, kwargs: dict[str, Any]) -> Self:
-        """Make zeros in place of the previous stage's output: they are also valid as an index."""
-        zeros = [one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors]
-        return cls(
-            as_arguments(meta.unflatten(zeros)), kwargs, [[zeros[number] for number in one] for one in meta.shared]
-        )
+    def with_zeros(self, received: Sequence[tuple[Route, ValueSpec]], device: torch.device) -> Call:
+        """Add zeros in place of what other stages return: they are also valid as an index."""
+        args, kin = list(self.args), list(self.kin)
+        for route, meta in received:
+            zeros = [one.empty(device).zero_().requires_grad_(one.requires_grad) for one in meta.tensors]
+            args += route.as_arguments(meta.unflatten(zeros))
+            kin += [[zeros[number] for number in one] for one in meta.shared]
+        return Call(tuple(args), self.kwargs, kin)
 
     def copy(self) -> Call:
         """Copy all tensors of the call, as leaves."""
@@ -84,15 +86,15 @@ def dry_run(
         return (run or module)(*copies.args, **copies.kwargs), copies
 
 
-def find_output(stage: Stage, call: Call) -> ValueSpec:
-    """Describe what a stage returns, and find whether it modifies its inputs in place."""
+def find_outputs(stage: Stage, call: Call, outputs: OutputValues) -> list[ValueSpec]:
+    """Describe what a stage sends over each of its links, and find whether it modifies its inputs in place."""
     try:
         output, copies = _run(stage, call)
-        return describe(output, copies.kin)
+        return outputs.describe(output, copies.kin)[0]
     except Exception as error:
         if is_inplace_on_leaf(error) and not stage.changes_inputs:
             stage.changes_inputs = True
-            return find_output(stage, call)
+            return find_outputs(stage, call, outputs)
         raise _failure(stage, call, error) from error
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.execution.links import ABSENT, check_unchanged
+from penstock.execution.messages import received_by, sent_by
 from penstock.execution.operation_set import run_in_sequence
 from penstock.execution.step import InFlight
 from penstock.ir.actions import (
@@ -28,19 +29,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.execution.channel import Progress
-    from penstock.execution.links import GiveGradients, Inbound, Outbound, TakeGradients
+    from penstock.execution.links import GiveGradients, Inbound, LinkEnds, Outbound, TakeGradients
+    from penstock.execution.messages import Message
     from penstock.execution.stage import Stage
     from penstock.execution.step import Operation, Step
     from penstock.ir.actions import Action, ComputationType
 
 
 class NativeOperations:
-    """Builds the operations of one rank: each stage works between two ends, and a link is an end of both its stages.
+    """Builds the operations of one rank: each stage works between two ends, and links run between the ends.
 
     Attributes:
         stages: the stages of this rank.
         inbound: for each of them, where its inputs come from, and their gradients go.
         outbound: for each of them, where its outputs go, and their gradients come from.
+        links: the links to and from these stages, by source and target.
         microbatches: how many microbatches there are.
         progress: shows when an operation waits.
     """
@@ -50,6 +53,7 @@ class NativeOperations:
         stages: Mapping[int, Stage],
         inbound: Mapping[int, Inbound],
         outbound: Mapping[int, Outbound],
+        links: Mapping[tuple[int, int], LinkEnds],
         *,
         microbatches: int,
         progress: Progress,
@@ -57,6 +61,7 @@ class NativeOperations:
         self.stages = stages
         self.inbound = inbound
         self.outbound = outbound
+        self.links = links
         self.microbatches = microbatches
         self.progress = progress
 
@@ -168,16 +173,24 @@ class NativeOperations:
         return lambda step: step.deferred.pop(slot)()
 
     def _send(self, action: Action) -> Operation | None:
-        return self.outbound[action.stage_index].send(_microbatch(action))
+        link = self._link_of(sent_by(action))
+        return None if link is None else link.send(_microbatch(action))
 
     def _receive(self, action: Action) -> Operation | None:
-        return self.inbound[action.stage_index].receive(_microbatch(action))
+        link = self._link_of(received_by(action))
+        return None if link is None else link.receive(_microbatch(action))
 
     def _send_gradients(self, action: Action) -> Operation | None:
-        return self.inbound[action.stage_index].send_gradients(_microbatch(action))
+        link = self._link_of(sent_by(action))
+        return None if link is None else link.send_gradients(_microbatch(action))
 
     def _receive_gradients(self, action: Action) -> Operation | None:
-        return self.outbound[action.stage_index].receive_gradients(_microbatch(action))
+        link = self._link_of(received_by(action))
+        return None if link is None else link.receive_gradients(_microbatch(action))
+
+    def _link_of(self, message: Message | None) -> LinkEnds | None:
+        """Find the link of a message; None if there is none, as before the first stage."""
+        return None if message is None else self.links.get(message.link)
 
     def _unshard(self, action: Action) -> Operation | None:
         parallel = self.stages[action.stage_index].parallel

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.execution.messages import sent_by
+from penstock.execution.messages import number_links, sent_by
 from penstock.graph.action_table import NONE, ActionTable
 from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.ir import packed
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from penstock.execution.messages import LinkNumbers
     from penstock.ir.actions import Action
     from penstock.ir.schedule import Schedule
 
@@ -98,11 +99,24 @@ def find_releases(schedule: Schedule, rank: int, *, by_level: bool, with_headers
     return _collect(mine, release - begin, end - begin, _unmatched(schedule, rank, mine.key))
 
 
-def release_at_end(row: Iterable[Action], microbatches: int, rank_of: Callable[[int], int | None]) -> Releases:
-    """Wait for all sends of a row at its end: correct for any row, regardless of the others."""
+def release_at_end(
+    row: Iterable[Action],
+    microbatches: int,
+    rank_of: Callable[[int], int | None],
+    numbers: LinkNumbers | None = None,
+) -> Releases:
+    """Wait for all sends of a row at its end: correct for any row, regardless of the others.
+
+    Args:
+        row: the actions of a rank.
+        microbatches: how many microbatches there are.
+        rank_of: the rank of a stage; None if it is unknown.
+        numbers: the links of the pipeline; without them, those of a chain.
+    """
     at_end: dict[int | None, list[int]] = defaultdict(list)
     for message in filter(None, map(sent_by, row)):
-        at_end[rank_of(message.target)].append(message.key(microbatches))
+        if numbers is None or message.link in numbers:
+            at_end[rank_of(message.target)].append(message.key(microbatches, numbers))
     return Releases({}, dict(at_end))
 
 
@@ -122,7 +136,8 @@ def _unmatched(schedule: Schedule, rank: int, known: Ints) -> Mapping[int | None
     ranks = dict(enumerate(schedule.placement.rank_of))
     row = [action for action in packed.unpack_cells(codes) if action is not None]
     matched = set(known.tolist())
-    every = release_at_end(row, schedule.microbatches, ranks.get).at_end
+    numbers = None if schedule.is_chain else number_links(schedule.links)
+    every = release_at_end(row, schedule.microbatches, ranks.get, numbers).at_end
     return {peer: [key for key in keys if key not in matched] for peer, keys in every.items()}
 
 
@@ -134,21 +149,33 @@ def _cells_of(table: ActionTable, rank: int) -> tuple[int, int]:
 def _messages(table: ActionTable) -> _Messages:
     """All messages that are sent, received and used, each by the rank that should."""
     found = []
-    for direction, transfer in enumerate(TRANSFERS):
-        offset = transfer.stage_offset * table.stride
-        sends = table.table(transfer.send)
-        slots = (sends != NONE).nonzero()[0]
-        sent = sends[slots]
-        received = table.table(transfer.receive)[slots + offset]
-        used = table.first_table(transfer.needed_by)[slots + offset]
-        whole = ((received != NONE) & (used != NONE) & (table.rank[received] == table.rank[used])).nonzero()[0]
-        slots, sent, received, used = slots[whole], sent[whole], received[whole], used[whole]
-        stage, microbatch = slots // table.stride - 1, slots % table.stride - 1
-        link = np.minimum(stage, stage + transfer.stage_offset)
-        key = 2 * (link * table.microbatches + microbatch) + direction
-        cells = (table.cell[places].astype(np.int64) for places in (sent, received, used))
-        found.append((key, table.rank[sent], table.rank[received], *cells))
+    numbers = _number_table(table)
+    for direction, nearest in enumerate(TRANSFERS):
+        for distance in table.routes.distances:
+            transfer = nearest.over(distance)
+            offset = transfer.stage_offset * table.stride
+            sends = table.table(transfer.send, distance)
+            slots = (sends != NONE).nonzero()[0]
+            stage, microbatch = table.stages_of_slots(slots), slots % table.stride - 1
+            link = numbers[distance][np.minimum(stage, stage + transfer.stage_offset)]
+            sent = sends[slots]
+            received = table.table(transfer.receive, distance)[slots + offset]
+            used = table.first_table(transfer.needed_by)[slots + offset]
+            is_whole = (link != NONE) & (received != NONE) & (used != NONE)
+            whole = (is_whole & (table.rank[received] == table.rank[used])).nonzero()[0]
+            key = 2 * (link[whole] * table.microbatches + microbatch[whole]) + direction
+            places = [each[whole] for each in (sent, received, used)]
+            cells = (table.cell[each].astype(np.int64) for each in places)
+            found.append((key, table.rank[places[0]], table.rank[places[1]], *cells))
     return _Messages(*map(np.concatenate, zip(*found, strict=True)))
+
+
+def _number_table(table: ActionTable) -> Mapping[int, Ints]:
+    """The number of the link from each stage, by distance; ``NONE`` if there is none."""
+    found = {distance: np.full(table.stages + 1, NONE) for distance in table.routes.distances}
+    for (source, target), number in number_links(table.schedule.links).items():
+        found[target - source][source] = number
+    return found
 
 
 def _proven(used: Ints, theirs: _Messages, end: int) -> Ints:

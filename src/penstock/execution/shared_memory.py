@@ -3,6 +3,8 @@
 In one model, modifying one in place modifies the other, for autograd as well. Across stages they are separate inputs,
 each with its own gradient, and between ranks each is sent separately. So a stage may receive them, and pass them
 on, but must not modify them in place. Where no stage modifies its inputs, it does not matter what shares memory.
+
+A group of one is a tensor that shares memory with one that goes to another stage, or is taken by several stages itself.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ class WatchedInputs:
         tensors: those that share memory, in groups: none is known to.
     """
 
-    __slots__ = ("_inputs", "_structure", "_versions", "tensors")
+    __slots__ = ("_inputs", "_name", "_structure", "_versions", "tensors")
 
-    def __init__(self, structure: Structure, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, structure: Structure, inputs: Sequence[torch.Tensor], name: str = "input") -> None:
         self.tensors: Kin = ()
+        self._name = name
         self._structure = structure
         self._inputs = inputs
         self._versions = [tensor._version for tensor in inputs]
@@ -50,7 +53,7 @@ class WatchedInputs:
         if versions != self._versions:
             modified = [number for number, version in enumerate(self._versions) if versions[number] != version]
             raise StageError(
-                f"the stage modified {names(self._structure, modified, 'input')} in place, which was not declared; "
+                f"the stage modified {names(self._structure, modified, self._name)} in place, which was not declared; "
                 "pass Stage(index, module, changes_inputs=True)"
             )
 
@@ -62,9 +65,12 @@ class SharedInputs:
         tensors: these, in groups.
     """
 
-    __slots__ = ("_numbers", "_structure", "_versions", "tensors")
+    __slots__ = ("_name", "_numbers", "_structure", "_versions", "tensors")
 
-    def __init__(self, structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> None:
+    def __init__(
+        self, structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups, name: str = "input"
+    ) -> None:
+        self._name = name
         self._structure = structure
         self._numbers = groups
         self.tensors: Kin = [[tensors[number] for number in group] for group in groups]
@@ -74,23 +80,31 @@ class SharedInputs:
         """Refuse a stage that has modified one of them in place."""
         for numbers, tensors, versions in zip(self._numbers, self.tensors, self._versions, strict=True):
             if [tensor._version for tensor in tensors] != versions:
+                named = names(self._structure, numbers, self._name)
+                if len(numbers) == 1:
+                    raise StageError(
+                        f"the stage modified {named} in place, but other stages take the same value, or one that "
+                        "shares its memory; modify a clone of it"
+                    )
                 raise StageError(
-                    f"the stage modified one of {names(self._structure, numbers, 'input')} in place; they share "
-                    "memory, so gradients and results would be wrong; pass it a clone of one of them"
+                    f"the stage modified one of {named} in place; they share memory, so gradients and results would "
+                    "be wrong; pass it a clone of one of them"
                 )
 
 
-def watch_shared(structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups) -> SharedInputs | None:
+def watch_shared(
+    structure: Structure, tensors: Sequence[torch.Tensor], groups: Groups, name: str = "input"
+) -> SharedInputs | None:
     """Find the inputs that a stage must not modify because they share memory; None if it may modify all.
 
     Where no gradient is needed and the memory is still the same, modifying one modifies the others, as it should.
     """
     guarded = tuple([group for group in groups if _must_not_change([tensors[number] for number in group])])
-    return SharedInputs(structure, tensors, guarded) if guarded else None
+    return SharedInputs(structure, tensors, guarded, name) if guarded else None
 
 
 def _must_not_change(tensors: Sequence[torch.Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in tensors) or len(set(map(_storage, tensors))) > 1
+    return len(tensors) == 1 or any(one.requires_grad for one in tensors) or len(set(map(_storage, tensors))) > 1
 
 
 def find_groups(tensors: Sequence[torch.Tensor], kin: Kin = ()) -> Groups:
@@ -109,7 +123,7 @@ def find_groups(tensors: Sequence[torch.Tensor], kin: Kin = ()) -> Groups:
         return ()
     first = {_storage(tensor): _storage(group[0]) for group in kin for tensor in group}
     origins = [first.get(storage, storage) for storage in storages]
-    return _find(
+    groups = _find(
         tuple(
             [
                 _Place(origins.index(origin), storages.index(storage), *_extent(tensor))
@@ -117,6 +131,19 @@ def find_groups(tensors: Sequence[torch.Tensor], kin: Kin = ()) -> Groups:
             ]
         )
     )
+    elsewhere = [group[0] for group in kin if len(group) == 1]
+    return _part(groups, tensors, elsewhere) if elsewhere else groups
+
+
+def _part(groups: Groups, tensors: Sequence[torch.Tensor], elsewhere: Sequence[torch.Tensor]) -> Groups:
+    """Make groups of one of all tensors that share memory with one that another stage takes."""
+    ones = {number for number, tensor in enumerate(tensors) if any(_overlap(tensor, other) for other in elsewhere)}
+    ones |= {number for group in groups if not ones.isdisjoint(group) for number in group}
+    return tuple(sorted([*(group for group in groups if ones.isdisjoint(group)), *((number,) for number in ones)]))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _storage(one) == _storage(other) and _share(_Place(0, 0, *_extent(one)), _Place(0, 0, *_extent(other)))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ class InFlight(NamedTuple):
 
     Attributes:
         roots: where its graph begins: an edge for each output that needs a gradient, or for the loss.
-        inputs: the tensors that came from the stage before and need a gradient.
+        inputs: the tensors that came from other stages and need a gradient.
     """
 
     roots: Sequence[GradientEdge]
@@ -58,6 +58,8 @@ class Step:
         target_samples: how many each target has, if they are to be compared.
         kin: the inputs of the stage that runs whose originals share memory, in groups.
         in_flight: microbatches between forward and backward.
+        input_counts: for a stage that several links enter, how many tensors that need a gradient came over each.
+        root_numbers: for a stage whose values several stages took, which root each gradient that comes back belongs to.
         deferred: weight gradients to be computed.
         on_loss: called with the number of a microbatch and its loss, if set.
         training_check: notes forwards whose output, or loss, requires no gradient; None if there may be any.
@@ -68,6 +70,7 @@ class Step:
         "computing",
         "deferred",
         "in_flight",
+        "input_counts",
         "kin",
         "kwargs",
         "local_gradients",
@@ -81,6 +84,7 @@ class Step:
         "outputs",
         "receiving",
         "receiving_gradients",
+        "root_numbers",
         "samples",
         "seeds",
         "sends_in_flight",
@@ -129,6 +133,8 @@ class Step:
         self.samples = dict(enumerate(samples))
         self.target_samples = target_samples
         self.in_flight: dict[int, InFlight] = {}
+        self.input_counts: dict[int, Sequence[int]] = {}
+        self.root_numbers: dict[int, Sequence[int]] = {}
         self.deferred: dict[int, Callable[[], None]] = {}
         self.training_check = training_check
 

@@ -136,7 +136,7 @@ class ValueSpec:
         """
         if self.structure is TENSOR:
             fits = isinstance(value, torch.Tensor) and self.tensors[0].matches(value, gradients=gradients)
-            return (value,) if fits else None
+            return (value,) if fits and (not kin or are_within(find_groups((value,), kin), self.shared)) else None
         leaves = self._leaves(value)
         if leaves is None:
             return None
@@ -145,7 +145,7 @@ class ValueSpec:
                 return None
         if (
             kin is not None
-            and len(leaves) > 1
+            and (len(leaves) > 1 or kin)
             and (shared := find_groups(leaves, kin))
             and not are_within(shared, self.shared)
         ):
@@ -174,11 +174,11 @@ def flatten(value: Any, kin: Kin = ()) -> tuple[tuple[torch.Tensor, ...], ValueS
     See ``find_groups`` for ``kin``.
     """
     if isinstance(value, torch.Tensor):
-        return (value,), ValueSpec(TENSOR, (TensorSpec.of(value),))
+        return (value,), ValueSpec(TENSOR, (TensorSpec.of(value),), find_groups((value,), kin) if kin else ())
     found: list[torch.Tensor] = []
     structure = structure_of(value, found)
     tensors = tuple([TensorSpec.of(tensor) for tensor in found])
-    return tuple(found), ValueSpec(structure, tensors, find_groups(found, kin) if len(found) > 1 else ())
+    return tuple(found), ValueSpec(structure, tensors, find_groups(found, kin) if len(found) > 1 or kin else ())
 
 
 def describe(value: Any, kin: Kin = ()) -> ValueSpec:
@@ -244,7 +244,9 @@ def _difference(agreed: ValueSpec, found: ValueSpec, gradients: bool) -> tuple[s
             return f"{name} has requires_grad={have.requires_grad}, but {want.requires_grad} was agreed", GRADIENT
     for group in found.shared:
         if not are_within((group,), agreed.shared):
-            return f"{names(found.structure, group, 'output')} share memory, which was not agreed", SHARING
+            named = names(found.structure, group, "output")
+            fact = f"{named} share memory" if len(group) > 1 else f"{named} shares memory with what another stage takes"
+            return f"{fact}, which was not agreed", SHARING
     return None
 
 

@@ -8,14 +8,14 @@ import torch
 
 from penstock.errors import StageError
 from penstock.execution.autograd import run_backward
-from penstock.execution.links import ABSENT, FirstEnd, LastEnd
+from penstock.execution.links import ABSENT, LastEnd
 from penstock.execution.shared_memory import find_groups, has_memory, watch_shared
 from penstock.execution.trees import flat_tuple, map_tensors, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from penstock.execution.links import Give, GiveGradients, Take
+    from penstock.execution.links import Give, GiveGradients, Take, TakeGradients
     from penstock.execution.shared_memory import SharedInputs
     from penstock.execution.stage import Stage
     from penstock.execution.step import Step
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
-class BatchInputs(FirstEnd):
+class BatchInputs:
     """The end of the first stage: what ``step`` was called with."""
 
     def take(self, microbatch: int) -> Take:
@@ -39,6 +39,30 @@ class BatchInputs(FirstEnd):
     def give_gradients(self, microbatch: int) -> GiveGradients:  # noqa: ARG002  # the same for all
         """Leave gradients where they are: ``DetachedInputs`` collects them after the step."""
         return lambda *_: None
+
+
+class NoInputs:
+    """The end of a later stage that no link enters: it gets keyword arguments only."""
+
+    def take(self, microbatch: int) -> Take:
+        """Get what the stage is called with: no arguments, if the microbatch exists."""
+        return lambda step: ((), (), None) if microbatch < len(step.args) else None
+
+    def give_gradients(self, microbatch: int) -> GiveGradients:  # noqa: ARG002  # the same for all
+        """Do nothing: no stage waits for gradients."""
+        return lambda *_: None
+
+
+class NoOutputs:
+    """The end of an earlier stage that no link leaves: its output goes nowhere."""
+
+    def give(self, microbatch: int) -> Give:  # noqa: ARG002  # the same for all
+        """Let go of an output."""
+        return lambda *_: ()
+
+    def take_gradients(self, microbatch: int) -> TakeGradients:  # noqa: ARG002  # the same for all
+        """Get no gradients: nothing depends on the output."""
+        return lambda _: ()
 
 
 class LossHead(LastEnd):

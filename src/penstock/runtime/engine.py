@@ -32,8 +32,9 @@ from penstock.runtime.grad_scaling import Scaling
 from penstock.runtime.loss_weights import LossWeights
 from penstock.runtime.losses import check_reduction, find_shares
 from penstock.runtime.program_cache import PER_MICROBATCH, ProgramCache, check_shapes, model_with_headers
-from penstock.runtime.setup_checks import check_ranks_agree, check_schedule, check_stages, collect_stages
+from penstock.runtime.setup_checks import check_ranks_agree, check_stages, collect_stages
 from penstock.runtime.shared_losses import broadcast_losses
+from penstock.runtime.splits import collect_parts
 from penstock.runtime.ties import Ties, describe_options
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.verification.check import verify as prove
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.execution.channel import Progress
     from penstock.execution.native_operations import NativeOperations
     from penstock.execution.stage import Stage
+    from penstock.ir.edges import Edge
     from penstock.ir.schedule import Schedule
     from penstock.runtime.batches import Batch
     from penstock.runtime.custom_functions import CustomFunction
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from penstock.runtime.losses import Weight
     from penstock.runtime.pipeline import Pipeline
     from penstock.runtime.recording import Recording
+    from penstock.runtime.splits import GivenStages, Split
     from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
@@ -107,13 +110,14 @@ class Engine:
     def __init__(
         self,
         pipe: Pipeline,
-        stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage],
+        stages: GivenStages | Split,
         schedule: Schedule,
         transport: Transport,
         *,
+        edges: Iterable[Edge] | None,
         loss_fn: LossFunction | None,
         shapes: str | Mapping[int, Any],
-        loss_reduction: str,
+        loss_reduction: str | None,
         loss_weight: Weight | None,
         specs: Mapping[str, Any],
         output_spec: Any,
@@ -126,21 +130,30 @@ class Engine:
     ) -> None:
         self.pipe = pipe
         self.transport = transport
-        self.loss_fn = loss_fn
         self.output_spec = output_spec
         self.custom_functions: dict[ComputationType, CustomFunction] = {}
         self.recording: Recording | None = None
         self.judges_loss = True
-        self._reduction, self._weight = loss_reduction, loss_weight
         self._shapes = shapes
         self._verify = verify
         self._share_losses = share_losses
         self._has_trained = False
         with self._setup_scope():
-            check_schedule(schedule)
-            check_reduction(loss_reduction, loss_weight)
+            parts = collect_parts(
+                stages,
+                schedule,
+                transport.rank,
+                edges=edges,
+                ties=ties,
+                loss_fn=loss_fn,
+                loss_reduction=loss_reduction,
+                loss_weight=loss_weight,
+            )
+            schedule, self.loss_fn, self._target_name = parts.schedule, parts.loss_fn, parts.target
+            self._reduction, self._weight = parts.reduction, parts.weight
+            check_reduction(self._reduction, self._weight)
             check_shapes(shapes)
-            self.stages: Mapping[int, Stage] = collect_stages(stages)
+            self.stages: Mapping[int, Stage] = collect_stages(parts.stages)
             if transport.in_one_process:
                 for stage in self.stages.values():
                     stage.share_process()
@@ -154,12 +167,11 @@ class Engine:
             self._reductions = reductions_of(self.schedule)
             self._must_train = not (allow_untrained or self.is_forward_only)
             self.scaling = None if scaler is None else Scaling(scaler, self.stages, transport)
-            needs_loss = loss_fn is None and not self.is_forward_only
+            needs_loss = self.loss_fn is None and not self.is_forward_only
             check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
-            ties = tuple(ties)
-            common = self._common_options() | describe_options(ties, check_ties_every)
+            common = {"split": parts.digest} | self._common_options() | describe_options(parts.ties, check_ties_every)
             check_ranks_agree(transport, self.schedule, common)
-            self.ties = Ties(ties, self.stages, schedule.placement.rank_of, transport, check_ties_every)
+            self.ties = Ties(parts.ties, self.stages, schedule.placement.rank_of, transport, check_ties_every)
 
     @property
     def rank(self) -> int:
@@ -220,6 +232,10 @@ class Engine:
             self.ties.finish_step(self.transport)
         if training and self.scaling is not None:
             self.scaling.sync_overflow()
+
+    def find_target(self, target: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Get the target of a call: the one that was passed as such, or the keyword argument that the model takes."""
+        return kwargs.get(self._target_name) if target is None and self._target_name is not None else target
 
     def prepare_training(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool

@@ -13,7 +13,6 @@ from penstock.ir.actions import ComputationType
 from penstock.runtime.engine import Engine
 from penstock.runtime.failure_scope import describe_failure
 from penstock.runtime.grad_clipping import clip_grad_norm_
-from penstock.runtime.losses import MEAN
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program_cache import INFERRED
 from penstock.runtime.recording import Recording
@@ -26,9 +25,11 @@ if TYPE_CHECKING:
 
     from penstock.execution.stage import Stage
     from penstock.execution.ties import Tie
+    from penstock.ir.edges import Edge
     from penstock.ir.schedule import Schedule
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.losses import Weight
+    from penstock.runtime.splits import GivenStages, Split
     from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
@@ -62,17 +63,20 @@ class Pipeline:
     (torch.Size([6, 4]), 2, True)
 
     Args:
-        stages: the stages of this rank: modules by the index of their stage, or ``Stage`` objects.
+        stages: the stages of this rank: modules by the index of their stage, or ``Stage`` objects; or a split of the
+            model, from which this rank's stages, their edges and ties, and the loss are taken.
         schedule: compute-only, and lowered here; or lowered, and run as it is. The same on every rank.
+        edges: which values stages pass to which later ones, if they are not a chain and the schedule does not say:
+            ``[Edge(0, (1,)), Edge(0, (3,)), ...]``.
         loss_fn: gets the output of the last stage and the target of a microbatch, returns a number. Needed on the rank
-            of the last stage if the schedule has backwards.
+            of the last stage if the schedule has backwards; by default, what the model of a split computes.
         group: the process group of the pipeline, one process for each rank; by default the default group.
         transport: what to run on instead of a process group, e.g. one that ``run_in_threads`` passes.
         shapes: ``"inferred"``: what goes over the links is found once, by a dry run in the first step;
             ``"per_microbatch"``: it may vary, and is described with every microbatch; or an example of the output of
             each stage, by its index.
         loss_reduction: ``"mean"``, ``"sum"`` or ``"weighted"``: what ``loss_fn`` computes for a microbatch, so that
-            gradients are those of the whole batch.
+            gradients are those of the whole batch; by default ``"mean"``, or what the loss of a split is.
         loss_weight: with ``"weighted"``: how much a microbatch counts, given its target.
         args_spec: how positional arguments are split, e.g. ``(TensorChunkSpec(1), Replicate)``; by default along
             dimension 0.
@@ -94,14 +98,15 @@ class Pipeline:
 
     def __init__(
         self,
-        stages: Mapping[int, torch.nn.Module | Stage] | Iterable[Stage],
+        stages: GivenStages | Split,
         schedule: Schedule,
         *,
+        edges: Iterable[Edge] | None = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
         shapes: str | Mapping[int, Any] = INFERRED,
-        loss_reduction: str = MEAN,
+        loss_reduction: str | None = None,
         loss_weight: Weight | None = None,
         args_spec: Any = None,
         kwargs_spec: Any = None,
@@ -120,6 +125,7 @@ class Pipeline:
             stages,
             schedule,
             transport or _transport(schedule, group, timeout),
+            edges=edges,
             loss_fn=loss_fn,
             shapes=shapes,
             loss_reduction=loss_reduction,
@@ -186,7 +192,8 @@ class Pipeline:
 
         Args:
             *args: what the first stage is called with; needed on its rank, and ignored elsewhere.
-            target: needed on the rank of the last stage, and ignored elsewhere.
+            target: needed on the rank of the last stage, and ignored elsewhere. With the loss of a split, the keyword
+                argument that the model takes for it, e.g. ``labels``, will do.
             losses: gets the loss of each microbatch, in order: at the last stage; with ``share_losses`` on all ranks.
             return_outputs: whether to keep and merge the outputs.
             **kwargs: keyword arguments, for every stage on this rank.
@@ -198,6 +205,7 @@ class Pipeline:
         engine.begin_call("step()")
         with engine.failures, torch.enable_grad(), engine.step_scope(training=True):
             self._check_keywords("step()", kwargs)
+            target = engine.find_target(target, kwargs)
             training = engine.prepare_training(args, kwargs, target, keep_outputs=return_outputs)
             training.program.run(training.step, engine.transport.progress)
             engine.complete_training(training)
@@ -223,6 +231,7 @@ class Pipeline:
         engine.begin_call("eval()")
         with engine.failures, torch.no_grad(), engine.step_scope(training=False):
             self._check_keywords("eval()", kwargs)
+            target = engine.find_target(target, kwargs)
             program, step = engine.prepare_evaluation(args, kwargs, target)
             program.run(step, engine.transport.progress)
             return engine.collect(step, losses)
@@ -245,7 +254,7 @@ class Pipeline:
                 whole batch, or a hook has changed a parameter; on every rank. It names the parameters and their
                 modules.
         """
-        return check_parity(self._engine, self.step, args, kwargs, target)
+        return check_parity(self._engine, self.step, args, kwargs, self._engine.find_target(target, kwargs))
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False

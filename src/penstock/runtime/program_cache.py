@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.compiler import compile_program
-from penstock.execution.links.headered import HeaderedLink
-from penstock.execution.links.local import LocalLink
-from penstock.execution.links.negotiated import NegotiatedLink
-from penstock.execution.links.single_tensor import SingleTensorLink, is_single
 from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.native_operations import NativeOperations
 from penstock.execution.send_releases import find_releases
 from penstock.graph.comm_model import CommModel
 from penstock.lowering.forwards import forwards_of
 from penstock.lowering.pipeline import lower
-from penstock.runtime import shape_negotiation
-from penstock.runtime.ends import BatchInputs, LossHead
+from penstock.runtime.given_shapes import specs_from_examples
+from penstock.runtime.link_building import LinkBuilder
+from penstock.runtime.shape_negotiation import infer_specs, last_modifying
+from penstock.runtime.wiring import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.execution.links import LinkEnds
     from penstock.execution.program import Program
     from penstock.execution.stage import Stage
     from penstock.execution.step import Step
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.runtime.batches import Batch
     from penstock.runtime.custom_functions import Custom
     from penstock.runtime.ends import LossFunction
+    from penstock.runtime.link_building import RankLinks
     from penstock.runtime.transport.protocol import Transport
 
     #: Makes what makes the operations.
@@ -54,7 +52,7 @@ class ProgramCache:
         verify: whether to prove the schedule of an evaluation.
 
     Attributes:
-        links: the links of training, by the stage that they come from; None until ranks have agreed on them.
+        links: the links of training; None until ranks have agreed on them.
         samples: how many samples each microbatch has, if that was agreed with the shapes.
     """
 
@@ -68,11 +66,13 @@ class ProgramCache:
         loss_fn: LossFunction | None,
         verify: bool,
     ) -> None:
-        self.links: dict[int, LinkEnds] | None = None
+        self.links: RankLinks | None = None
         self.samples: Sequence[int] | None = None
         self._schedule = schedule
         self._stages = stages
         self._transport = transport
+        self._wiring = Wiring(schedule)
+        self._builder = LinkBuilder(self._wiring, stages, transport, schedule.microbatches)
         self._shapes = shapes
         self._loss_fn = loss_fn
         self._verify = verify
@@ -102,7 +102,8 @@ class ProgramCache:
         if name not in self._made:
             model = model_with_headers(self._transport.model)
             lowered = lower(forwards_of(self._schedule), reduce=False, model=model, verify=self._verify)
-            links = {stage: self._link(stage, None, evaluates=True) for stage in self._local_links()}
+            # If one rank evaluates and another one trains, their messages must not be mixed up.
+            links = self._builder.described(first_tag=2 * len(self._wiring.links) * self._schedule.microbatches)
             self._made[name] = self._compiled(lowered, links, self._loss_fn if with_loss else None, customized)
         return self._made[name]
 
@@ -126,64 +127,37 @@ class ProgramCache:
                 f"a smaller last batch, or pass shapes={PER_MICROBATCH!r}"
             )
 
-    def _agreed(self, batch: Batch) -> dict[int, LinkEnds]:
-        rank_of = self._schedule.placement.rank_of
-        metas: shape_negotiation.Metas | None = None
-        if self._shapes == INFERRED:
-            metas, self.samples = shape_negotiation.infer_specs(
-                self._stages, rank_of, self._transport, batch.args, batch.kwargs, batch.counts.samples
-            )
-        elif isinstance(self._shapes, Mapping):
-            microbatches = self._schedule.microbatches
-            metas = shape_negotiation.specs_from_examples(
-                self._shapes, self._stages, len(rank_of), self._transport, microbatches
-            )
-        last = None if metas is None else shape_negotiation.last_modifying(self._stages, self._transport)
-        return {
-            stage: self._link(stage, metas, modifiable=last is None or stage < last) for stage in self._local_links()
-        }
-
-    def _local_links(self) -> list[int]:
-        """Build the links to or from a stage of this rank, by the stage that they come from."""
-        touched = {link for stage in self._stages for link in (stage - 1, stage)}
-        return sorted(link for link in touched if 0 <= link < self._schedule.stages - 1)
-
-    def _link(
-        self, stage: int, metas: shape_negotiation.Metas | None, *, modifiable: bool = True, evaluates: bool = False
-    ) -> LinkEnds:
-        rank_of, microbatches = self._schedule.placement.rank_of, self._schedule.microbatches
-        here = [one for one in (stage, stage + 1) if one in self._stages]
-        if len(here) == 2:
-            return LocalLink(stage, microbatches, modifiable=modifiable)
-        peer = rank_of[stage + 1] if here == [stage] else rank_of[stage]
-        device = self._stages[here[0]].device
-        if metas is None:
-            # If one rank evaluates and another one trains, their messages must not be mixed up.
-            first_tag = 2 * self._schedule.stages * microbatches if evaluates else 0
-            return HeaderedLink(stage, microbatches, self._transport, peer, device, first_tag)
-        kind = SingleTensorLink if is_single(metas[stage]) else NegotiatedLink
-        return kind(stage, self._transport, peer, device, metas[stage], modifiable=modifiable)
+    def _agreed(self, batch: Batch) -> RankLinks:
+        stages, wiring, transport = self._stages, self._wiring, self._transport
+        if self._shapes == PER_MICROBATCH:
+            return self._builder.described()
+        if isinstance(self._shapes, Mapping):
+            metas = specs_from_examples(self._shapes, stages, wiring, transport, self._schedule.microbatches)
+        else:
+            metas, self.samples = infer_specs(stages, wiring, transport, batch.args, batch.kwargs, batch.counts.samples)
+        return self._builder.agreed(metas, last_modifying(stages, transport))
 
     def _compiled(
-        self, schedule: Schedule, links: Mapping[int, LinkEnds], loss_fn: LossFunction | None, customized: Customized
+        self, schedule: Schedule, links: RankLinks, loss_fn: LossFunction | None, customized: Customized
     ) -> Program[Step]:
-        transport, stages, last = self._transport, self._stages, schedule.stages - 1
+        transport = self._transport
         operations = NativeOperations(
-            stages,
-            {index: links[index - 1] if index > 0 else BatchInputs() for index in stages},
-            {index: links[index] if index < last else LossHead(stages[index], loss_fn) for index in stages},
+            self._stages,
+            self._builder.inbound(links),
+            self._builder.outbound(links, loss_fn),
+            links.by_ends,
             microbatches=schedule.microbatches,
             progress=transport.progress,
         )
         # Only where messages do not queue may receives be posted early, and sends waited for without a proof.
         has_no_lanes = transport.model.lanes == "message"
-        has_headers = any(isinstance(link, HeaderedLink) for link in links.values())
         return compile_program(
             [action for action in schedule.actions[transport.rank] if action is not None],
             customized(operations),
-            find_releases(schedule, transport.rank, by_level=has_no_lanes, with_headers=has_headers),
+            find_releases(schedule, transport.rank, by_level=has_no_lanes, with_headers=links.have_headers),
             rank=transport.rank,
             rank_of=dict(enumerate(schedule.placement.rank_of)).get,
+            links=None if self._wiring.is_chain else self._wiring.links,
             early_receives=has_no_lanes,
         )
 

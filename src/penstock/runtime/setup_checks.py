@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from penstock.errors import ScheduleError, StageError
@@ -86,11 +85,14 @@ def check_ranks_agree(transport: Transport, schedule: Schedule, options: Mapping
                 fact = f"rank {rank} was given a different {name} from rank {transport.rank}"
                 raise StageError(f"{fact}: {other[:100]!r} there, {value!r} here")
     rank_of = schedule.placement.rank_of
-    pairs = {tuple(sorted(pair)) for pair in pairwise(rank_of) if pair[0] != pair[1]}
-    transport.connect(sorted(pairs))  # type: ignore[arg-type]
+    ends = ((rank_of[link.source], rank_of[link.target]) for link in schedule.links)
+    transport.connect(sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]}))
 
 
 def _describe_schedule(schedule: Schedule) -> str:
-    digest = hashlib.sha256(schedule.codes.tobytes() + schedule.offsets.tobytes()).hexdigest()[:16]
+    edges = "" if schedule.is_chain else " ".join(str(edge._replace(value="")) for edge in schedule.edges)
+    data = schedule.codes.tobytes() + schedule.offsets.tobytes() + edges.encode()
+    digest = hashlib.sha256(data).hexdigest()[:16]
     size = f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
-    return f"{schedule.metadata.get('name', 'no name')}, {size}, {len(schedule.codes)} actions, sha256 {digest}"
+    counted = f"{len(schedule.codes)} actions" + (f", {len(schedule.edges)} edges" if edges else "")
+    return f"{schedule.metadata.get('name', 'no name')}, {size}, {counted}, sha256 {digest}"

@@ -1,32 +1,50 @@
-"""Agrees on what goes over each link, from a dry run through the stages or from examples."""
+"""Agrees on what goes over each link, by a dry run through the stages."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.errors import MetadataError, StageError
-from penstock.execution.dry_run import Call, find_changes, find_output
+from penstock.errors import MetadataError
+from penstock.execution.dry_run import Call, find_changes, find_outputs
 from penstock.execution.framing import decode_numbers, encode_numbers, join_parts, split_parts
 from penstock.execution.microbatch_kinds import Kinds, find_kinds
-from penstock.execution.value_spec import ValueSpec, describe, mismatch
+from penstock.execution.value_spec import ValueSpec
 from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
-
     from penstock.execution.stage import Stage
+    from penstock.ir.edges import Link
     from penstock.runtime.transport.protocol import Transport
+    from penstock.runtime.wiring import Wiring
 
-#: By the stage that a link comes from: what each microbatch looks like.
-Metas = dict[int, list[ValueSpec]]
+#: By source and target of a link: what each microbatch looks like.
+Metas = dict[tuple[int, int], list[ValueSpec]]
+
+
+class Announcement(NamedTuple):
+    """What goes over a link.
+
+    Attributes:
+        kinds: the kind of each microbatch.
+        samples: how many samples each microbatch has, if known.
+        metas: the description of each kind.
+    """
+
+    kinds: Kinds
+    samples: Sequence[int] | None
+    metas: Sequence[ValueSpec]
+
+    @property
+    def by_microbatch(self) -> list[ValueSpec]:
+        """The description of each microbatch."""
+        return [self.metas[kind] for kind in self.kinds]
 
 
 def infer_specs(
     stages: Mapping[int, Stage],
-    rank_of: Sequence[int],
+    wiring: Wiring,
     transport: Transport,
     args: Sequence[tuple[Any, ...]],
     kwargs: Sequence[dict[str, Any]],
@@ -35,59 +53,32 @@ def infer_specs(
     """Agree on what goes over every link to or from the stages of this rank. All ranks of the pipeline call it.
 
     Each stage is run once for every kind of microbatch, the first stage with the real arguments, the others with zeros
-    of the announced shapes; then it announces to the next one its output's shapes, and each microbatch's samples. The
+    of the announced shapes; then it announces to those after it its outputs' shapes, and each microbatch's samples. The
     first one knows the latter, the others receive it.
     """
     metas: Metas = {}
-    rank = transport.rank
-    previous: tuple[Kinds, list[ValueSpec]] = ((), [])
+    announcements = _Announcements(transport, wiring, len(kwargs))
     for index in sorted(stages):
-        if index == 0:
-            kinds, found = find_kinds(args, kwargs)[0], list[ValueSpec]()
-        elif rank_of[index - 1] == rank:
-            kinds, found = previous
-        else:
-            kinds, samples, found = _heard(transport.receive_bytes(rank_of[index - 1]), index, len(kwargs))
-        if index > 0:
-            metas[index - 1] = [found[kind] for kind in kinds]
-        calls = [
-            Call(args[first], kwargs[first])
-            if index == 0
-            else Call.with_zeros(found[kind], stages[index].device, kwargs[first])
-            for kind, first in enumerate(map(kinds.index, range(max(kinds) + 1)))
-        ]
-        if index == len(rank_of) - 1:
+        heard = {link: announcements.receive(link) for link in wiring.into(index)}
+        metas |= {(link.source, link.target): one.by_microbatch for link, one in heard.items()}
+        samples = next((one.samples for one in heard.values() if one.samples), samples)
+        given = args if index == 0 else [()] * len(kwargs)
+        kinds = _combine([one.kinds for one in heard.values()]) if heard else find_kinds(given, kwargs)[0]
+        calls = []
+        for first in map(kinds.index, range(max(kinds) + 1)):
+            received = [(wiring.route(link), one.metas[one.kinds[first]]) for link, one in heard.items()]
+            call = Call(given[first], kwargs[first])
+            calls.append(call.with_zeros(received, stages[index].device) if heard else call)
+        outputs = wiring.outputs(index)
+        if not outputs.links:
             find_changes(stages[index], calls[0])
-            break
-        outcomes = [find_output(stages[index], call) for call in calls]
-        previous = kinds, outcomes
-        metas[index] = [outcomes[kind] for kind in kinds]
-        if rank_of[index + 1] != rank:
-            transport.send_bytes(rank_of[index + 1], _written(kinds, samples, outcomes))
-    return metas, samples
-
-
-def specs_from_examples(
-    examples: Mapping[int, Any], stages: Mapping[int, Stage], count: int, transport: Transport, microbatches: int
-) -> Metas:
-    """Describe the given examples: the output of each stage but the last, for a microbatch. All ranks call it.
-
-    If no tensor of an example needs a gradient, all that can have one do, unless no stage up to there has a parameter
-    that needs one.
-    """
-    found: dict[int, ValueSpec] = {}
-    for index in sorted({neighbour for stage in stages for neighbour in (stage - 1, stage)}):
-        if not 0 <= index < count - 1:
             continue
-        if index not in examples:
-            raise StageError(
-                f"shapes has no example output of stage {index}; add {index}: torch.empty(..., device='meta')",
-                stage=index,
-            )
-        found[index] = describe(examples[index])
-    trained = [index for index, stage in stages.items() if any(one.requires_grad for one in stage.module.parameters())]
-    first = _compared(found, min(trained, default=count), transport)
-    return {index: [_with_gradients(meta) if first <= index else meta] * microbatches for index, meta in found.items()}
+        outcomes = [find_outputs(stages[index], call, outputs) for call in calls]
+        for link, specs in zip(outputs.links, zip(*outcomes, strict=True), strict=True):
+            announcement = Announcement(kinds, samples, specs)
+            metas[link.source, link.target] = announcement.by_microbatch
+            announcements.send(link, announcement)
+    return metas, samples
 
 
 def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
@@ -104,62 +95,61 @@ def last_modifying(stages: Mapping[int, Stage], transport: Transport) -> int:
     return max(reports)
 
 
-def _compared(metas: dict[int, ValueSpec], trained: int, transport: Transport) -> int:
-    """Check that the ranks at both ends of each link were given the same; return the first trained stage."""
-    mine = join_parts([encode_numbers([trained, *sorted(metas)]), *(encode(metas[stage]) for stage in sorted(metas))])
-    for rank, data in enumerate(transport.exchange(mine)):
-        try:
-            numbers, *parts = split_parts(data)
-            first, *described = decode_numbers(numbers)
-            trained = min(trained, first)
-            theirs = dict(zip(described, map(decode, parts), strict=True))
-        except (ValueError, MetadataError) as damage:
-            raise MetadataError(f"could not decode rank {rank}'s example shapes: {damage}") from damage
-        for stage in sorted(metas.keys() & theirs.keys()):
-            error = mismatch(
-                theirs[stage],
-                metas[stage],
-                sender=f"stage {stage}, by rank {transport.rank}'s example,",
-                receiver=f"stage {stage + 1}, by rank {rank}'s example,",
-            )
-            if error is not None:
-                raise error
-    return trained
+class _Announcements:
+    """Sends announcements from stage to stage. A rank needs them in another order than its peer sends them."""
+
+    def __init__(self, transport: Transport, wiring: Wiring, microbatches: int) -> None:
+        self._transport = transport
+        self._rank_of = wiring.rank_of
+        self._microbatches = microbatches
+        self._arrived: dict[tuple[int, ...], Announcement] = {}
+
+    def send(self, link: Link, announcement: Announcement) -> None:
+        """Announce to the target of a link."""
+        peer = self._rank_of[link.target]
+        if peer == self._transport.rank:
+            self._arrived[link.source, link.target] = announcement
+        else:
+            self._transport.send_bytes(peer, _encode(link, announcement))
+
+    def receive(self, link: Link) -> Announcement:
+        """Wait for what the source of a link announces."""
+        wanted, peer = (link.source, link.target), self._rank_of[link.source]
+        while wanted not in self._arrived:
+            data = self._transport.receive_bytes(peer)
+            try:
+                ends, announcement = _decode(data, self._microbatches)
+                if ends in self._arrived:
+                    raise MetadataError(f"the link from stage {ends[0]} to stage {ends[1]} was announced twice")
+            except MetadataError as error:
+                message = f"stage {link.target} cannot use the shapes that stage {link.source} announced: {error}"
+                raise MetadataError(message) from error
+            self._arrived[ends] = announcement
+        return self._arrived.pop(wanted)
 
 
-def _with_gradients(meta: ValueSpec) -> ValueSpec:
-    if any(one.requires_grad for one in meta.tensors):
-        return meta
-    tensors = tuple(replace(one, requires_grad=_differentiable(one.dtype)) for one in meta.tensors)
-    return replace(meta, tensors=tensors)
+def _combine(kinds: Sequence[Kinds]) -> Kinds:
+    """Find the kinds of microbatches at a stage from those on each of its links."""
+    seen: dict[tuple[int, ...], int] = {}
+    return tuple([seen.setdefault(each, len(seen)) for each in zip(*kinds, strict=True)])
 
 
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def _encode(link: Link, announcement: Announcement) -> bytes:
+    kinds, samples, metas = announcement
+    numbers = (kinds, samples or (), (link.source, link.target))
+    return join_parts([*map(encode_numbers, numbers), *map(encode, metas)])
 
 
-def _written(kinds: Kinds, samples: Sequence[int] | None, metas: Sequence[ValueSpec]) -> bytes:
-    return join_parts([encode_numbers(kinds), encode_numbers(samples or ()), *map(encode, metas)])
-
-
-def _heard(data: bytes, stage: int, microbatches: int) -> tuple[Kinds, Sequence[int] | None, list[ValueSpec]]:
-    """Decode what the previous stage announced."""
-    try:
-        kinds, samples, metas = _read(data)
-        if len(kinds) != microbatches or len(samples) not in (0, microbatches):
-            raise MetadataError(f"{len(kinds)} microbatches were announced, but there are {microbatches}")
-    except MetadataError as error:
-        message = f"stage {stage} cannot use the shapes that stage {stage - 1} announced: {error}"
-        raise MetadataError(message) from error
-    return kinds, samples or None, metas
-
-
-def _read(data: bytes) -> tuple[Kinds, tuple[int, ...], list[ValueSpec]]:
+def _decode(data: bytes, microbatches: int) -> tuple[tuple[int, ...], Announcement]:
     parts = split_parts(data)
-    if len(parts) < 3:
+    if len(parts) < 4:
         raise MetadataError(f"{len(parts)} parts are too few for an announcement of shapes")
-    kinds, samples = map(decode_numbers, parts[:2])
-    metas = [decode(part) for part in parts[2:]]
+    kinds, samples, ends = map(decode_numbers, parts[:3])
+    metas = [decode(part) for part in parts[3:]]
     if set(kinds) != set(range(len(metas))):
         raise MetadataError(f"{len(metas)} kinds of microbatches were described, but others occur")
-    return kinds, samples, metas
+    if len(kinds) != microbatches or len(samples) not in (0, microbatches):
+        raise MetadataError(f"{len(kinds)} microbatches were announced, but there are {microbatches}")
+    if len(ends) != 2:
+        raise MetadataError(f"a link has two ends, not {len(ends)}")
+    return ends, Announcement(kinds, samples or None, metas)

@@ -1,31 +1,50 @@
-"""Links: pass values from one stage to the next, and gradients back.
+"""Links: pass values from one stage to another, and gradients back.
 
 A link makes, for each microbatch, the functions that the operations of a rank are built from: *give* and *take* at the
 ends of the stages, *send* and *receive* for transfers between ranks. What is known beforehand is computed when
 they are built; they run once per microbatch and step.
+
+A stage with one link on a side works with that link itself. Several links, or several values on one, meet in a
+``FanIn`` or a ``FanOut``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import StageError
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.shared_memory import SharedInputs, WatchedInputs, watch_shared
+from penstock.execution.shared_memory import WatchedInputs, watch_shared
 from penstock.execution.step import Operation, Step
 from penstock.execution.value_spec import TensorSpec
 
 if TYPE_CHECKING:
+    from penstock.execution.shared_memory import Kin
     from penstock.execution.value_spec import ValueSpec
 
 Tensors = Sequence[torch.Tensor]
+
+
+class Watched(Protocol):
+    """Inputs of a stage that it must not modify in place.
+
+    Attributes:
+        tensors: those that share memory, in groups.
+    """
+
+    tensors: Kin
+
+    def check(self) -> None:
+        """Refuse a stage that has modified one of them."""
+
+
 #: What a stage is called with, which tensors of it need a gradient, and those that it must not modify in place, if any;
 #: None if the microbatch does not exist.
-Taken = tuple[tuple[Any, ...], Tensors, SharedInputs | WatchedInputs | None] | None
+Taken = tuple[tuple[Any, ...], Tensors, Watched | None] | None
 Take = Callable[[Step], Taken]
 #: Takes an output; returns where its graph begins.
 Give = Callable[[Step, Any], Sequence[GradientEdge]]
@@ -34,6 +53,38 @@ GiveGradients = Callable[[Step, Sequence[torch.Tensor | None], Tensors], None]
 
 #: Replaces a value where a batch has fewer samples than there are microbatches.
 ABSENT: Final = "\0no microbatch"
+
+
+class Route(NamedTuple):
+    """Which link it is, and how what goes over it reaches the target.
+
+    Attributes:
+        source: the stage that values come from.
+        target: the stage that takes them.
+        number: its place among all links of the pipeline.
+        spread: whether a tuple that goes over it becomes arguments; else it is one argument, whatever it is.
+        alone: whether no other value enters the target, and no other stage takes this one.
+    """
+
+    source: int
+    target: int
+    number: int
+    spread: bool = True
+    alone: bool = True
+
+    @classmethod
+    def in_chain(cls, stage: int) -> Self:
+        """The link from a stage to the next one, in a chain."""
+        return cls(stage, stage + 1, stage)
+
+    @property
+    def input_name(self) -> str:
+        """What errors call the values that go over it, at the target."""
+        return "input" if self.alone else f"input from stage {self.source}"
+
+    def as_arguments(self, value: Any) -> tuple[Any, ...]:
+        """Get the arguments of the target."""
+        return as_arguments(value) if self.spread else (value,)
 
 
 class Inbound(Protocol):
@@ -45,12 +96,6 @@ class Inbound(Protocol):
     def give_gradients(self, microbatch: int) -> GiveGradients:
         """Build what passes on the gradients at the end of a backward."""
 
-    def receive(self, microbatch: int) -> Operation | None:
-        """Build RECV_F; None if there is nothing to do."""
-
-    def send_gradients(self, microbatch: int) -> Operation | None:
-        """Build SEND_B; None if there is nothing to do."""
-
 
 class Outbound(Protocol):
     """Where the outputs of a stage go, and their gradients come from."""
@@ -61,25 +106,23 @@ class Outbound(Protocol):
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Build what gets the gradients at the start of a backward."""
 
+
+class LinkEnds(Inbound, Outbound, Protocol):
+    """Both ends of a link, as far as they are on this rank."""
+
+    route: Route
+
     def send(self, microbatch: int) -> Operation | None:
         """Build SEND_F; None if there is nothing to do."""
 
+    def receive(self, microbatch: int) -> Operation | None:
+        """Build RECV_F; None if there is nothing to do."""
+
+    def send_gradients(self, microbatch: int) -> Operation | None:
+        """Build SEND_B; None if there is nothing to do."""
+
     def receive_gradients(self, microbatch: int) -> Operation | None:
         """Build RECV_B; None if there is nothing to do."""
-
-
-class LinkEnds(Inbound, Outbound, Protocol):
-    """Connects a stage to the next one."""
-
-
-class FirstEnd:
-    """The start of a pipeline: base class of such ends."""
-
-    def receive(self, microbatch: int) -> None:
-        """RECV_F: nothing is received."""
-
-    def send_gradients(self, microbatch: int) -> None:
-        """SEND_B: no stage waits for gradients."""
 
 
 class LastEnd:
@@ -88,12 +131,6 @@ class LastEnd:
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradient of the loss."""
         return lambda step: step.seeds.pop(microbatch, ())
-
-    def send(self, microbatch: int) -> None:
-        """SEND_F: no stage waits for outputs."""
-
-    def receive_gradients(self, microbatch: int) -> None:
-        """RECV_B: nothing is received."""
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
@@ -124,11 +161,13 @@ def check_unchanged(tensor: torch.Tensor, version: int | None) -> None:
         )
 
 
-def guard(meta: ValueSpec, inputs: Tensors, *, modifiable: bool) -> SharedInputs | WatchedInputs | None:
+def guard(meta: ValueSpec, inputs: Tensors, route: Route, *, modifiable: bool) -> Watched | None:
     """Find what to check after a stage has run with these inputs; None if it may modify all of them."""
     if modifiable:
-        return watch_shared(meta.structure, inputs, meta.shared) if meta.shared else None
-    return WatchedInputs(meta.structure, inputs) if len(inputs) > 1 else None
+        return watch_shared(meta.structure, inputs, meta.shared, route.input_name) if meta.shared else None
+    if len(inputs) > 1 or (inputs and not route.alone):
+        return WatchedInputs(meta.structure, inputs, route.input_name)
+    return None
 
 
 def roots_of(tensors: Tensors) -> list[GradientEdge]:

@@ -11,11 +11,11 @@ from penstock.errors import MetadataError
 from penstock.execution.links import (
     ABSENT,
     Give,
+    Route,
     Take,
     TakeGradients,
     Taken,
     Tensors,
-    as_arguments,
     keep,
     roots_of,
 )
@@ -38,13 +38,13 @@ class HeaderedLink(RemoteLink):
     """A link between ranks, over which every value is described before it goes: shapes may vary."""
 
     def __init__(
-        self, stage: int, microbatches: int, transport: Channel, peer: int, device: torch.device, first_tag: int = 0
+        self, route: Route, microbatches: int, channel: Channel, peer: int, device: torch.device, first_tag: int = 0
     ) -> None:
-        super().__init__(stage, microbatches, transport, peer, device)
+        super().__init__(route, microbatches, channel, peer, device)
         self._first_tag = first_tag
 
     def give(self, microbatch: int) -> Give:
-        """Keep an output for the next stage."""
+        """Keep an output for the target."""
         key, device = self._base + microbatch, self._device
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
@@ -59,7 +59,7 @@ class HeaderedLink(RemoteLink):
 
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
-        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        key, peer, send = self._base + microbatch, self._peer, self._channel.send
         place = 2 * key
         tag = self._first_tag + place
 
@@ -77,9 +77,9 @@ class HeaderedLink(RemoteLink):
         A transport that matches messages by tag can do the latter when the value is needed. Any other has to keep the
         order of messages, so it waits for the header at once.
         """
-        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        key, peer, receive, device = self._base + microbatch, self._peer, self._channel.receive, self._device
         tag = self._first_tag + 2 * key
-        tagged = self._transport.model.lanes == "message"
+        tagged = self._channel.model.lanes == "message"
 
         def announced(step: Step) -> None:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=device)
@@ -91,9 +91,9 @@ class HeaderedLink(RemoteLink):
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
-        key = self._base + microbatch
+        key, route = self._base + microbatch, self.route
         tag = self._first_tag + 2 * key
-        tagged, progress = self._transport.model.lanes == "message", self._transport.progress
+        tagged, progress = self._channel.model.lanes == "message", self._channel.progress
 
         def take(step: Step) -> Taken:
             coming: Any = step.receiving.pop(key)
@@ -110,8 +110,10 @@ class HeaderedLink(RemoteLink):
                 for buffer, one in zip(buffers, meta.tensors, strict=True)
                 if one.requires_grad and torch.is_grad_enabled()
             ]
-            watched = watch_shared(structure_of(value, []), buffers, meta.shared) if meta.shared else None
-            return as_arguments(value), inputs, watched
+            watched = (
+                watch_shared(structure_of(value, []), buffers, meta.shared, route.input_name) if meta.shared else None
+            )
+            return route.as_arguments(value), inputs, watched
 
         return take
 
@@ -132,7 +134,7 @@ class HeaderedLink(RemoteLink):
             meta = read_header(header)
             if isinstance(meta, int):
                 overflow = torch.empty(meta, dtype=torch.uint8, device=self._device)
-                self._transport.receive(overflow, self._peer, tag).wait()
+                self._channel.receive(overflow, self._peer, tag).wait()
                 meta = read_header(header, overflow)
         except MetadataError as error:
             message = f"could not decode the header that {self._sender} sent to {self._receiver}: {error}"
@@ -141,7 +143,7 @@ class HeaderedLink(RemoteLink):
         # In inference mode a new tensor would have no version.
         with torch.inference_mode(False) if meta.shared else nullcontext():
             buffers = [one.empty(self._device) for one in meta.tensors]
-        return meta, buffers, [self._transport.receive(as_wire(buffer), self._peer, tag) for buffer in buffers]
+        return meta, buffers, [self._channel.receive(as_wire(buffer), self._peer, tag) for buffer in buffers]
 
     def send_gradients(self, microbatch: int) -> Operation:
         """SEND_B."""
@@ -171,5 +173,5 @@ class HeaderedLink(RemoteLink):
 
     def _post_gradients(self, step: Step, key: int) -> None:
         buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
-        receive, peer, tag = self._transport.receive, self._peer, 2 * key + 1
+        receive, peer, tag = self._channel.receive, self._peer, 2 * key + 1
         step.receiving_gradients[key] = buffers, [receive(as_wire(buffer), peer, tag) for buffer in buffers]

@@ -11,11 +11,11 @@ from penstock.execution.links import (
     ABSENT,
     Give,
     GiveGradients,
+    Route,
     Take,
     TakeGradients,
     Taken,
     Tensors,
-    as_arguments,
     check_unchanged,
     guard,
     keep,
@@ -35,21 +35,24 @@ class LocalLink:
     """A link between two stages of one rank.
 
     Args:
-        stage: the stage that it comes from.
+        route: which link it is.
         microbatches: how many microbatches there are.
         modifiable: whether a later stage may modify its inputs in place.
     """
 
-    def __init__(self, stage: int, microbatches: int, *, modifiable: bool = True) -> None:
-        self._base = stage * microbatches
+    def __init__(self, route: Route, microbatches: int, *, modifiable: bool = True) -> None:
+        self.route = route
+        self._base = route.number * microbatches
         self._modifiable = modifiable
+        #: Whether to watch even a single tensor: no stage is known to modify one, and another may share its memory.
+        self._watches = not (modifiable or route.alone)
 
     def give(self, microbatch: int) -> Give:
-        """Keep an output for the next stage."""
-        key = self._base + microbatch
+        """Keep an output for the target."""
+        key, watches = self._base + microbatch, self._watches
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            if isinstance(output, torch.Tensor):
+            if isinstance(output, torch.Tensor) and not (step.kin or watches):
                 step.local_values[key] = keep(output)
                 return (gradient_edge(output),) if output.requires_grad else ()
             if output is ABSENT:
@@ -63,7 +66,7 @@ class LocalLink:
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
-        key, modifiable = self._base + microbatch, self._modifiable
+        key, modifiable, route = self._base + microbatch, self._modifiable, self.route
 
         def take(step: Step) -> Taken:
             output, about = step.local_values.pop(key)
@@ -78,13 +81,13 @@ class LocalLink:
             for leaf, version in output:
                 check_unchanged(leaf, version)
             cuts = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf, _ in output]
-            watched = guard(about, cuts, modifiable=modifiable)
-            return as_arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], watched
+            watched = guard(about, cuts, route, modifiable=modifiable)
+            return route.as_arguments(about.unflatten(cuts)), [cut for cut in cuts if cut.requires_grad], watched
 
         return take
 
     def give_gradients(self, microbatch: int) -> GiveGradients:
-        """Keep the gradients of the inputs for the stage before."""
+        """Keep the gradients of the inputs for the stage that they came from."""
         key = self._base + microbatch
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], _inputs: Tensors) -> None:

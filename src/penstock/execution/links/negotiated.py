@@ -10,10 +10,10 @@ from penstock.errors import MetadataError
 from penstock.execution.links import (
     Give,
     GiveGradients,
+    Route,
     Take,
     TakeGradients,
     Taken,
-    as_arguments,
     guard,
     keep,
     roots_of,
@@ -35,41 +35,42 @@ class NegotiatedLink(RemoteLink):
 
     def __init__(
         self,
-        stage: int,
-        transport: Channel,
+        route: Route,
+        channel: Channel,
         peer: int,
         device: torch.device,
         metas: Sequence[ValueSpec],
         *,
         modifiable: bool = True,
     ) -> None:
-        super().__init__(stage, len(metas), transport, peer, device)
+        super().__init__(route, len(metas), channel, peer, device)
         self._metas = metas
         self._modifiable = modifiable
 
     def give(self, microbatch: int) -> Give:
-        """Keep an output for the next stage."""
-        key, meta, modifiable = self._base + microbatch, self._metas[microbatch], self._modifiable
+        """Keep an output for the target."""
+        key, meta = self._base + microbatch, self._metas[microbatch]
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            leaves = meta.match(output, kin=step.kin if modifiable else None)
-            if leaves is None:
-                raise self._mismatch(step, meta, output)
+            leaves = self._check(step, meta, output)
             step.outgoing[key] = [keep(one.to_layout(leaf)) for one, leaf in zip(meta.tensors, leaves, strict=True)]
             return roots_of(leaves)
 
         return give
 
-    def _mismatch(self, step: Step, meta: ValueSpec, output: Any) -> MetadataError:
-        found = describe(output, step.kin)
-        error = mismatch(meta, found, sender=self._sender, receiver=self._receiver)
-        return error or MetadataError(f"{self._sender} returned a value that cannot be sent: {output!r}")
+    def _check(self, step: Step, meta: ValueSpec, output: Any) -> Sequence[torch.Tensor]:
+        """Get the tensors of an output, which must be what was agreed."""
+        leaves = meta.match(output, kin=step.kin if self._modifiable else None)
+        if leaves is not None:
+            return leaves
+        error = mismatch(meta, describe(output, step.kin), sender=self._sender, receiver=self._receiver)
+        raise error or MetadataError(f"{self._sender} returned a value that cannot be sent: {output!r}")
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
         key, meta = self._base + microbatch, self._metas[microbatch]
-        needs, progress = [one.requires_grad for one in meta.tensors], self._transport.progress
-        modifiable = self._modifiable
+        needs, progress = [one.requires_grad for one in meta.tensors], self._channel.progress
+        modifiable, route = self._modifiable, self.route
 
         def take(step: Step) -> Taken:
             buffers, pending = step.receiving.pop(key)
@@ -78,13 +79,14 @@ class NegotiatedLink(RemoteLink):
                 transfer.wait()
             progress.waiting = False
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
-            return as_arguments(meta.unflatten(buffers)), inputs, guard(meta, buffers, modifiable=modifiable)
+            watched = guard(meta, buffers, route, modifiable=modifiable)
+            return route.as_arguments(meta.unflatten(buffers)), inputs, watched
 
         return take
 
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
-        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        key, peer, send = self._base + microbatch, self._peer, self._channel.send
         tag = 2 * key
 
         def operation(step: Step) -> None:
@@ -113,14 +115,14 @@ class NegotiatedLink(RemoteLink):
         return super().take_gradients(microbatch) if self._gradient_specs(microbatch) else lambda _: ()
 
     def give_gradients(self, microbatch: int) -> GiveGradients:
-        """Keep the gradients of the inputs for the stage before."""
+        """Keep the gradients of the inputs for the stage that they came from."""
         return super().give_gradients(microbatch) if self._gradient_specs(microbatch) else lambda *_: None
 
     def _gradient_specs(self, microbatch: int) -> list[TensorSpec]:
         return [meta for meta in self._metas[microbatch].tensors if meta.requires_grad]
 
     def _receiving(self, microbatch: int, metas: Sequence[TensorSpec], where: str, kind: int) -> Operation:
-        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        key, peer, receive, device = self._base + microbatch, self._peer, self._channel.receive, self._device
         tag = 2 * key + kind
         layouts = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
 

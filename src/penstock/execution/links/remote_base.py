@@ -20,29 +20,30 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.execution.channel import Channel
+    from penstock.execution.links import Route
     from penstock.execution.step import Operation, Step
 
 
 class RemoteLink:
     """Base class of links between ranks: gradients, whose shapes follow from the activations."""
 
-    def __init__(self, stage: int, microbatches: int, transport: Channel, peer: int, device: torch.device) -> None:
-        self._stage = stage
-        self._base = stage * microbatches
-        self._transport = transport
+    def __init__(self, route: Route, microbatches: int, channel: Channel, peer: int, device: torch.device) -> None:
+        self.route = route
+        self._base = route.number * microbatches
+        self._channel = channel
         self._peer = peer
         self._device = device
 
     @property
     def _sender(self) -> str:
-        return f"stage {self._stage}"
+        return f"stage {self.route.source}"
 
     @property
     def _receiver(self) -> str:
-        return f"stage {self._stage + 1}"
+        return f"stage {self.route.target}"
 
     def give_gradients(self, microbatch: int) -> GiveGradients:
-        """Keep the gradients of the inputs for the stage before."""
+        """Keep the gradients of the inputs for the stage that they came from."""
         key = self._base + microbatch
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
@@ -55,7 +56,7 @@ class RemoteLink:
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradients of the outputs."""
-        key, progress = self._base + microbatch, self._transport.progress
+        key, progress = self._base + microbatch, self._channel.progress
 
         def take(step: Step) -> Tensors:
             buffers: Tensors
@@ -69,7 +70,7 @@ class RemoteLink:
         return take
 
     def _send_gradients(self, microbatch: int) -> Operation:
-        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        key, peer, send = self._base + microbatch, self._peer, self._channel.send
         tag = 2 * key + 1
 
         def operation(step: Step) -> None:

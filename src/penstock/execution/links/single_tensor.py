@@ -34,13 +34,13 @@ class SingleTensorLink(NegotiatedLink):
     """Carries one tensor that requires a gradient."""
 
     def give(self, microbatch: int) -> Give:
-        """Keep an output for the next stage."""
+        """Keep an output for the target."""
         key, meta = self._base + microbatch, self._metas[microbatch]
         (one,) = meta.tensors
 
         def give(step: Step, output: Any) -> Sequence[GradientEdge]:
-            if not (isinstance(output, torch.Tensor) and one.matches(output)):
-                raise self._mismatch(step, meta, output)
+            if step.kin or not (isinstance(output, torch.Tensor) and one.matches(output)):
+                self._check(step, meta, output)
             tensor = one.to_layout(output)
             step.outgoing[key] = tensor, tensor._version
             return (gradient_edge(output),)
@@ -49,7 +49,7 @@ class SingleTensorLink(NegotiatedLink):
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
-        key, progress = self._base + microbatch, self._transport.progress
+        key, progress = self._base + microbatch, self._channel.progress
 
         def take(step: Step) -> Taken:
             buffer, transfer = step.receiving.pop(key)
@@ -62,7 +62,7 @@ class SingleTensorLink(NegotiatedLink):
         return take
 
     def give_gradients(self, microbatch: int) -> GiveGradients:
-        """Keep the gradient of the input for the stage before."""
+        """Keep the gradient of the input for the stage that it came from."""
         key = self._base + microbatch
 
         def give(step: Step, gradients: Sequence[torch.Tensor | None], inputs: Tensors) -> None:
@@ -75,7 +75,7 @@ class SingleTensorLink(NegotiatedLink):
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradient of the output."""
-        key, progress = self._base + microbatch, self._transport.progress
+        key, progress = self._base + microbatch, self._channel.progress
 
         def take(step: Step) -> Tensors:
             buffer, transfer = step.receiving_gradients.pop(key)
@@ -88,7 +88,7 @@ class SingleTensorLink(NegotiatedLink):
 
     def send(self, microbatch: int) -> Operation:
         """SEND_F."""
-        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        key, peer, send = self._base + microbatch, self._peer, self._channel.send
         tag = 2 * key
 
         def operation(step: Step) -> None:
@@ -99,7 +99,7 @@ class SingleTensorLink(NegotiatedLink):
 
     def send_gradients(self, microbatch: int) -> Operation:
         """SEND_B."""
-        key, peer, send = self._base + microbatch, self._peer, self._transport.send
+        key, peer, send = self._base + microbatch, self._peer, self._channel.send
         tag = 2 * key + 1
 
         def operation(step: Step) -> None:
@@ -109,7 +109,7 @@ class SingleTensorLink(NegotiatedLink):
         return operation
 
     def _receiving(self, microbatch: int, metas: Sequence[TensorSpec], where: str, kind: int) -> Operation:
-        key, peer, receive, device = self._base + microbatch, self._peer, self._transport.receive, self._device
+        key, peer, receive, device = self._base + microbatch, self._peer, self._channel.receive, self._device
         tag = 2 * key + kind
         ((shape, stride, dtype),) = [(meta.shape, meta.stride, meta.dtype) for meta in metas]
 

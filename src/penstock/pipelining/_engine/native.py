@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.execution.channel import Progress
-    from penstock.execution.links import Inbound, Outbound
+    from penstock.execution.links import Inbound, LinkEnds, Outbound
     from penstock.pipelining._engine.methods import CallConvention
 
 
@@ -97,13 +97,14 @@ class NativeStageOperations(NativeOperations):
         pipeline_stages: Mapping[int, Any],
         inbound: Mapping[int, Inbound],
         outbound: Mapping[int, Outbound],
+        links: Mapping[tuple[int, int], LinkEnds],
         *,
         microbatches: int,
         progress: Progress,
         trains: bool,
     ) -> None:
         works = {index: Stage(index, stage.submod, device=stage.device) for index, stage in pipeline_stages.items()}
-        super().__init__(works, inbound, outbound, microbatches=microbatches, progress=progress)
+        super().__init__(works, inbound, outbound, links, microbatches=microbatches, progress=progress)
         self._pipeline_stages = pipeline_stages
         self._trains = trains
 
@@ -145,15 +146,17 @@ class Native(NamedTuple):
         """Build the operations of stages for which ``can_run_natively`` holds."""
         channel = GroupChannel()
         links = links_of(stages, microbatches, channel, trains=trains)
-        inbound = {index: StageInputs(one) if one.is_first else links[index - 1] for index, one in stages.items()}
+        inbound = {
+            index: StageInputs(one) if one.is_first else links[index - 1, index] for index, one in stages.items()
+        }
         outbound = {
             index: StageLoss(one, calls, trains=trains, split=_split_microbatches(row, index))
             if one.is_last
-            else links[index]
+            else links[index, index + 1]
             for index, one in stages.items()
         }
         operations = NativeStageOperations(
-            stages, inbound, outbound, microbatches=microbatches, progress=channel.progress, trains=trains
+            stages, inbound, outbound, links, microbatches=microbatches, progress=channel.progress, trains=trains
         )
         return cls(operations, channel, stages, _count_backwards(row) if trains else Counter())
 

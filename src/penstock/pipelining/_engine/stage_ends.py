@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.links import FirstEnd, LastEnd
+from penstock.execution.links import LastEnd
 from penstock.pipelining._stage.compute import flat, kept_gradients
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.pipelining._engine.methods import CallConvention
 
 
-class StageInputs(FirstEnd):
+class StageInputs:
     """The end of the first stage: the arguments of the step, whose gradients stay with the user's tensors."""
 
     def __init__(self, stage: Any) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from penstock.execution.autograd import gradient_edge
-from penstock.execution.links import fill_missing, keep
+from penstock.execution.links import Route, fill_missing, keep
 from penstock.execution.links.local import LocalLink
 from penstock.execution.links.negotiated import NegotiatedLink
 from penstock.execution.links.single_tensor import SingleTensorLink
@@ -103,8 +103,8 @@ class StageLinkWithoutGradient(NegotiatedLink):
 class StageLocalLink(LocalLink):
     """A link between two stages of one rank over which one tensor goes."""
 
-    def __init__(self, output: _Output, stage: int, microbatches: int) -> None:
-        super().__init__(stage, microbatches)
+    def __init__(self, output: _Output, route: Route, microbatches: int) -> None:
+        super().__init__(route, microbatches)
         self._output = output
 
     def give(self, microbatch: int) -> Give:
@@ -122,26 +122,30 @@ class StageLocalLink(LocalLink):
         return give
 
 
-def links_of(stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool) -> dict[int, Any]:
-    """The links to and from the stages of a rank, by the stage that they come from."""
+def links_of(
+    stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool
+) -> dict[tuple[int, int], Any]:
+    """The links to and from the stages of a rank, by source and target."""
     touched = {source for index in stages for source in (index - 1, index)}
     last = next(iter(stages.values())).num_stages - 1
     return {
-        source: _link(source, stages, microbatches, channel, trains=trains) for source in touched if 0 <= source < last
+        (source, source + 1): _link(source, stages, microbatches, channel, trains=trains)
+        for source in touched
+        if 0 <= source < last
     }
 
 
 def _link(source: int, stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool) -> Any:
     """The link from a stage to the next one, of which one at least is on this rank."""
     if source in stages and source + 1 in stages:
-        return StageLocalLink(_Output(stages[source], trains=trains), source, microbatches)
+        return StageLocalLink(_Output(stages[source], trains=trains), Route.in_chain(source), microbatches)
     stage = stages[source] if source in stages else stages[source + 1]
     peer = stage.stage_index_to_group_rank[source + 1 if source in stages else source]
     metas = [_value_meta(stage, source in stages, microbatch) for microbatch in range(microbatches)]
     returns = trains and metas[0].requires_grad
     specs = [ValueSpec(TENSOR, (spec_of(meta, requires_grad=returns),)) for meta in metas]
     kind = StageLink if returns else StageLinkWithoutGradient
-    return kind(_Output(stage, trains=trains), source, channel, peer, torch.device(stage.device), specs)
+    return kind(_Output(stage, trains=trains), Route.in_chain(source), channel, peer, torch.device(stage.device), specs)
 
 
 def _value_meta(stage: Any, is_source: bool, microbatch: int) -> _TensorMeta:

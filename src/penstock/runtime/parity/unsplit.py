@@ -10,6 +10,7 @@ from penstock.runtime.parity.preserve import pop_gradients
 from penstock.runtime.parity.reference_run import ReferenceRun
 from penstock.runtime.parity.replay import Replay
 from penstock.runtime.parity.report import HALVES, Difference
+from penstock.runtime.wiring import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -50,7 +51,7 @@ class Unsplit:
     def run(self, *, split: bool) -> tuple[Gradients, Gradients, list[torch.Tensor]]:
         """Compute the gradients, those of split backwards, and the losses."""
         engine = self._engine
-        plain = ReferenceRun(engine.stages, engine.schedule.placement.rank_of, engine.transport, engine.loss_fn)
+        plain = ReferenceRun(engine.stages, Wiring(engine.schedule), engine.transport, engine.loss_fn)
         microbatches = range(engine.schedule.microbatches)
         orders = {index: list(microbatches) for index in engine.stages}
         args, kwargs, targets = self._batch[:3]
@@ -64,7 +65,7 @@ class Unsplit:
         return pop_gradients(self._mine), self._halves, plain.losses
 
     def _in_halves(
-        self, visit: StageVisit, gradients: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]
+        self, visit: StageVisit, gradients: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
     ) -> None:
         """Run a microbatch of a stage once more, with I and W, into separate gradients."""
         if visit.stage.parallel is not None or not visit.flight.roots:
