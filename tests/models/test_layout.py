@@ -47,7 +47,7 @@ def test_glue_may_be_named_on_any_number_of_stages():
         ([["model.embed", "layers.1"], []], r"unknown module 'layers.1' on stage 0; did you mean 'model.layers.1'\?"),
         ([["model.embde"]], r"unknown module 'model.embde' on stage 0; did you mean 'model.embed'"),
         ([["model"], ["hed"]], r"unknown module 'hed' on stage 1; did you mean 'head'\?"),
-        ([["xyz"]], "unknown module 'xyz' on stage 0; the units are model.embed, .*head$"),
+        ([["xyz"]], "unknown module 'xyz' on stage 0; known are model.embed, .*head$"),
         ([["model", "head"], ["head"]], "'head' is named twice: on stages 0, 1$"),
         ([["model", "head", "head"]], "'head' is named twice: on stage 0$"),
         ([["model", "model.layers"], ["head"]], "'model.layers.0' is named twice: on stage 0, and 2 more"),

@@ -148,7 +148,7 @@ def near_matches(name: str, known: Sequence[str]) -> str:
     near = near[:3] or get_close_matches(name, candidates, n=3)
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; the units are {shorten(known)}"
+    return f"; known are {shorten(known)}"
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -1,0 +1,140 @@
+"""Runs the constructor of a model for real, while holding the memory of only some of its tensors.
+
+Every random number is drawn as usual, so the tensors are those of the whole model, bit for bit. Should the constructor
+decide something by a value that was released, or compute a wanted tensor from one, it runs again and keeps what was
+needed.
+
+The constructor runs at least twice. The first run, on the meta device if possible, learns which registration becomes
+which name.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import SplitError
+from penstock.models.registrations import Registrar, Survey, names_by_tensor, observe_registrations
+from penstock.models.released_memory import LostValueError, OtherRegistrationError, ReleasedMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: After this many runs, everything is kept.
+_RUNS: Final = 4
+# All threads draw from the same generator.
+_LOCK: Final = threading.RLock()
+
+
+def survey(build: Callable[[], nn.Module], *, seed: int = 0, on_meta: bool = True) -> Survey:
+    """Learn what a constructor registers; for real if it does not run on the meta device."""
+    registrar = Registrar()
+    place = torch.device("meta") if on_meta else nullcontext()
+    try:
+        with seeded(seed), ReleasedMemory(set()), observe_registrations(registrar.observe), place:
+            return registrar.survey(checked_model(build()))
+    except (Exception, LostValueError):
+        if on_meta:
+            return survey(build, seed=seed, on_meta=False)
+    registrar = Registrar()
+    with seeded(seed), observe_registrations(registrar.observe):
+        return registrar.survey(checked_model(build()))
+
+
+def construct(
+    build: Callable[[], nn.Module], wanted: Callable[[Survey], set[str]], *, seed: int, per_name: bool = False
+) -> nn.Module:
+    """Build the model with the wanted tensors only; the others are on the meta device afterwards.
+
+    Args:
+        build: the constructor.
+        wanted: given what the constructor registers, returns the names of the tensors to keep.
+        seed: what the random generator is seeded with before the constructor runs.
+        per_name: whether the random numbers of each tensor come from a generator seeded from ``seed`` and its name.
+            The numbers of other tensors need not be drawn then.
+    """
+    known, kept = survey(build, seed=seed), set[int]()
+    for run in range(_RUNS + 1):
+        names = wanted(known)
+        keep = {number for number, called in enumerate(known.names) if names & set(called)} | kept
+        if run == _RUNS:
+            keep = set(range(len(known.registrations)))
+        memory = ReleasedMemory(keep, known, seed=seed if per_name else None, skip=per_name and not kept)
+        try:
+            with seeded(seed), memory, observe_registrations(memory.observe):
+                model = checked_model(build())
+                memory.check([tensor for name, tensor in named_tensors(model) if name in names])
+        except LostValueError as lost:
+            kept |= lost.registrations
+        except OtherRegistrationError:
+            known, kept = survey(build, seed=seed, on_meta=False), set()
+        else:
+            _move_to_meta(model, names)
+            return model
+    raise SplitError(
+        "the callable registers other parameters each time it builds the model, so they cannot be identified; build "
+        "the model and pass it instead"
+    )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's generators, and leave those of torch, Python and NumPy as they were."""
+    numpy = sys.modules.get("numpy")
+    with _LOCK, torch.random.fork_rng():
+        python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy:
+                numpy.random.set_state(numpy_state)
+
+
+def checked_model(model: object) -> nn.Module:
+    """Return what a callable has built, or raise ``SplitError`` unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise SplitError(f"the callable must return a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def replace_tensors(model: nn.Module, replacement: Callable[[list[str], Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by what is returned for its names, or itself; ties remain."""
+    names = names_by_tensor(model)
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # with the replaced one, whose identity must not be reused
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for attribute, tensor in slots.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in replaced:
+                    replaced[id(tensor)] = replacement(names[id(tensor)], tensor), tensor
+                slots[attribute] = replaced[id(tensor)][0]  # type: ignore[assignment]
+
+
+def empty_tensor(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Return an uninitialised tensor like this one."""
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _move_to_meta(model: nn.Module, names: set[str]) -> None:
+    """Replace every tensor of which no name is wanted."""
+    replace_tensors(
+        model, lambda called, tensor: tensor if names.intersection(called) else empty_tensor(tensor, "meta")
+    )
