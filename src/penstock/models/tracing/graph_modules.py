@@ -12,6 +12,9 @@ from penstock.models.tracing.quiet import torch_warnings_hidden
 from penstock.models.tracing.regions import modes_kept
 from penstock.models.tracing.serialization import LinearNodeList
 
+#: Attributes that follow from the graph.
+_MADE_AGAIN: Final = frozenset({"_graph", "_code", "_in_spec", "_out_spec"})
+
 #: Beside the attributes of a pickled module: how it is called, pickled.
 _CODEGEN: Final = "_codegen"
 
@@ -50,7 +53,7 @@ def _keep_persistence(before: torch.nn.Module, after: torch.nn.Module) -> None:
 
 def reduce_graph_module(module: fx.GraphModule) -> tuple[Any, ...]:
     """What pickles a module: its attributes and its nodes."""
-    body = {name: value for name, value in vars(module).items() if name != "_graph"}
+    body = {name: value for name, value in vars(module).items() if name not in _MADE_AGAIN}
     with torch_warnings_hidden():
         body[_CODEGEN] = pickle.dumps(module.graph._codegen)
     return restore_graph_module, (body, LinearNodeList(module.graph.nodes))
