@@ -18,23 +18,25 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)(\d*)(@\d+)?")
 
 
 def leaves(cell):
-    return [(int(stage), kind, int(number) if number else -1) for stage, kind, number in _ACTION.findall(cell)]
+    """Stage, type and microbatch; the type of a transfer that names the other stage ends in ``@`` and that stage."""
+    return [(int(stage), kind + peer, int(number or -1)) for stage, kind, number, peer in _ACTION.findall(cell)]
 
 
 @dataclass
 class Prices:
-    """Lists of one per stage; of one per edge for the transfers, forward and backward."""
+    """Lists of one per stage; for transfers and waiting values, dicts by the source and the target of a link."""
 
     forward: list
     backward_input: list
     backward_weight: list
     backward: list
-    transfer_forward: list
-    transfer_backward: list
+    transfer_forward: dict
+    transfer_backward: dict  # of the links that have a gradient
+    waiting: dict
     unshard: list
     reduce: list
     activation: list
@@ -50,8 +52,8 @@ class Prices:
         return sum(parts) * (self.overlap if len(parts) > 1 else 1)
 
     def transfer(self, message):
-        label, stage, _ = message  # the stage that sends
-        return self.transfer_forward[stage] if label == "F" else self.transfer_backward[stage - 1]
+        label, sender, receiver, _ = message
+        return self.transfer_forward[sender, receiver] if label == "F" else self.transfer_backward[receiver, sender]
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Simulation:
         self.running = [False] * len(self.rows)
         self.queues = defaultdict(deque)
         self.reached_at, self.posted_at, self.sent_from = {}, {}, {}
+        self.received_at, self.held, self.left = {}, {}, {}
         self.moving, self.arrived, self.received, self.made = set(), set(), set(), {}
         self.under_way = defaultdict(int)
         self.level = [sum((self.prices.static[s] for s, r in enumerate(self.rank_of) if r == rank), Fraction(0))
@@ -88,7 +91,42 @@ class Simulation:
                 pass
             # what was started and takes no time is on the heap for now: it comes next
         assert all(place == len(row) for place, row in zip(self.place, self.rows, strict=True)), "stuck"
+        for rank in range(len(self.rows)):
+            self.count_waiting(rank)
         return self
+
+    def count_waiting(self, rank):
+        """Add values that have arrived to what the rank holds while it runs, and between two actions."""
+        runs = [
+            (place, cell) for place, cell in enumerate(self.rows[rank]) if "SEND" not in cell and "RECV" not in cell
+        ]
+        values = [
+            (self.arrival(source, stage, microbatch), place, self.prices.waiting[source, stage])
+            for place, cell in runs
+            for stage, kind, microbatch in leaves(cell)
+            if kind == "F"
+            for source, target in self.prices.transfer_forward
+            if target == stage
+        ]
+        values = [(when, place, amount) for when, place, amount in values if when < self.starts[rank, place]]
+        for number, (place, _) in enumerate(runs):
+            start, end = self.starts[rank, place], self.ends[rank, place]
+            following = self.starts[rank, runs[number + 1][0]] if number + 1 < len(runs) else end
+            later = [(when, amount) for when, user, amount in values if user > place]
+            during = sum(amount for when, amount in later if when < end)
+            after = sum(amount for when, amount in later if when < following)
+            first = sum(amount for when, user, amount in values if when < start) if number == 0 else 0
+            static = sum(self.prices.static[s] for s, home in enumerate(self.rank_of) if home == rank)
+            levels = [self.held[rank, place] + during, self.left[rank, place] + after, static + first]
+            self.peaks[rank] = max(self.peaks[rank], *levels)
+
+    def arrival(self, source, target, microbatch):
+        """When a value is on the rank of its target."""
+        message = ("F", source, target, microbatch)
+        made = self.made["F", source, microbatch]
+        if self.rank_of[source] == self.rank_of[target]:
+            return made
+        return self.received_at[message] if self.communicates else made + self.prices.transfer(message)
 
     def at(self, time, what):
         self.counter += 1
@@ -111,10 +149,12 @@ class Simulation:
 
     def post(self, rank, cell, place):
         [(stage, kind, microbatch)] = leaves(cell)
-        step = 1 if kind.endswith("F") else -1
+        kind, _, named = kind.partition("@")
         sends = kind.startswith("SEND")
-        peer = self.rank_of[stage + step] if sends else self.rank_of[stage - step]
-        message = (kind[-1], stage if sends else stage - step, microbatch)
+        further = kind in ("SEND_F", "RECV_B")
+        other = int(named) if named else stage + (1 if further else -1)
+        peer = self.rank_of[other]
+        message = (kind[-1], *((stage, other) if sends else (other, stage)), microbatch)
         lane = {"rank": (rank,), "pair": (rank, peer), "direction": (rank, peer, sends), "message": (rank, cell)}
         self.queues[lane[self.lanes]].append((sends, message, rank, peer, place))
         if sends:
@@ -123,14 +163,15 @@ class Simulation:
     def needs(self, cell, rank):
         """The messages that a compute action needs; without any transfers, the actions that make them."""
         for stage, kind, microbatch in leaves(cell):
-            for label, other, makers in (("F", stage - 1, "F"), ("B", stage + 1, "BI")):
-                wanted = kind in ("F" if label == "F" else "BI")
-                if wanted and 0 <= other < len(self.rank_of) and self.rank_of[other] != rank:
-                    yield (label, other, microbatch), makers
+            before = [("F", source, "F") for source, target in self.prices.transfer_forward if target == stage]
+            after = [("B", target, "BI") for source, target in self.prices.transfer_backward if source == stage]
+            for label, other, makers in before if kind == "F" else after if kind in "BI" else ():
+                if self.rank_of[other] != rank:
+                    yield (label, other, stage, microbatch), makers
 
     def state(self, message, makers, when):
         """What a message is waiting for at a time, after the run: unmade, unsent, lane, transfer; or there."""
-        _, stage, microbatch = message
+        _, stage, _, microbatch = message
         made = next(self.made[maker, stage, microbatch] for maker in makers if (maker, stage, microbatch) in self.made)
         if when < made:
             return "unmade"
@@ -146,7 +187,7 @@ class Simulation:
     def is_there(self, message, makers, now):
         if self.communicates:
             return message in self.received
-        _, stage, microbatch = message
+        _, stage, _, microbatch = message
         done = [self.made[maker, stage, microbatch] for maker in makers if (maker, stage, microbatch) in self.made]
         if not done:
             return False
@@ -170,6 +211,7 @@ class Simulation:
             for stage, kind, _ in leaves(row[place]):
                 self.level[rank] += self.prices.activation[stage] if kind == "F" else 0
             self.peaks[rank] = max(self.peaks[rank], self.level[rank])
+            self.held[rank, place] = self.level[rank]
             self.at(now + self.prices.time(row[place]), lambda then, rank=rank: self.finish(rank, then))
             moved = True
         return moved
@@ -184,6 +226,7 @@ class Simulation:
             if kind == "F" and not self.has_backward:
                 released = 1
             self.level[rank] -= released * self.prices.activation[stage]
+        self.left[rank, place] = self.level[rank]
         self.running[rank] = False
         self.place[rank] += 1
         self.go_on(rank, now)
@@ -210,6 +253,7 @@ class Simulation:
             elif message in self.arrived:
                 self.queues[lane].popleft()
                 self.received.add(message)
+                self.received_at[message] = now
                 self.under_way[peer, rank] -= 1
                 self.starts[rank, place] = self.ends[rank, place] = now
                 moved = True
@@ -226,6 +270,7 @@ class Simulation:
                 self.queues[queue].popleft()
                 self.ends[rank, place] = then
             self.received.add(message)
+            self.received_at[message] = then
 
         self.at(now + self.prices.transfer(message), arrive)
         return True

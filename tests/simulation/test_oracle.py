@@ -8,7 +8,7 @@ import pytest
 
 import penstock as ps
 from event_simulation import Prices, Simulation
-from mutants import text_rows
+from mutants import some_edges, text_rows
 from penstock.schedules.registry import RECIPES
 
 CASES = 2_000
@@ -24,19 +24,22 @@ LOWERINGS = [
 ]
 
 
-def some_schedule(chance):
+def some_schedule(chance, *, edges=False):
     recipe = chance.choice(RECIPES)
     stages = chance.choice([1, 2, 3]) if recipe.any_stages else None
     schedule = ps.build(
         recipe.name, ranks=chance.randint(1, 4), microbatches=chance.randint(1, 6), stages_per_rank=stages
     )
+    if edges:
+        schedule = schedule.with_edges(some_edges(schedule.stages, chance))
     options = chance.choice(LOWERINGS)
     schedule = schedule if options is None else ps.lower(schedule, **options)
     for _ in range(chance.choice([0, 0, 3, 6])):
         rows = text_rows(schedule)
         row = chance.choice([row for row in rows if row])
         row.insert(chance.randrange(len(row)), row.pop(chance.randrange(len(row))))
-        moved = ps.Schedule(rows, placement=schedule.placement, microbatches=schedule.microbatches)
+        size = {"placement": schedule.placement, "microbatches": schedule.microbatches}
+        moved = ps.Schedule(rows, **size, edges=schedule.edges)
         schedule = schedule if ps.check(moved, model=ps.CommModel("eager", "message")) else moved
     return schedule
 
@@ -49,8 +52,9 @@ def some_model(chance, schedule):
     return model
 
 
-def some_costs(chance, stages):
+def some_costs(chance, schedule):
     """Binary fractions: exact in floating point as well."""
+    stages, edges = schedule.stages, len(schedule.edges)
 
     def amount(count, most=12):
         if chance.random() < 0.5:
@@ -60,17 +64,21 @@ def some_costs(chance, stages):
     whole = {"forward": amount(stages), "backward_input": amount(stages), "backward_weight": amount(stages)}
     if chance.random() < 0.3:
         whole["backward"] = amount(stages)
-    whole |= {"latency": amount(stages - 1, chance.choice([0, 8])), "dispatch": chance.choice([0, 0, 0.25])}
-    if chance.random() < 0.3 and stages > 1:
-        whole |= {"bandwidth": 4.0, "activation_bytes": [b + 1 for b in amount(stages - 1)]}
+    whole |= {"latency": amount(edges, chance.choice([0, 8])), "dispatch": chance.choice([0, 0, 0.25])}
+    if chance.random() < 0.3 and edges:
+        whole |= {"bandwidth": 4.0, "activation_bytes": [b + 1 for b in amount(edges)]}
         if chance.random() < 0.5:
-            whole["gradient_bytes"] = amount(stages - 1)
+            whole["gradient_bytes"] = amount(edges)
+    if chance.random() < 0.5:
+        whole["edge_memory"] = amount(edges)
     whole |= {"overlap": chance.choice([1, 0.5, 0.75]), "unshard": amount(stages, 3), "reduce": amount(stages, 3)}
     whole |= {"activation": amount(stages), "input_release": chance.choice([0, 0.25, 1]), "static": amount(stages)}
     return ps.Costs(**whole)
 
 
-def prices(costs, stages):
+def prices(costs, schedule):
+    stages, edges = schedule.stages, schedule.edges
+
     def exact(values):
         return [Fraction(value) for value in values]
 
@@ -80,15 +88,31 @@ def prices(costs, stages):
              else exact([costs.to_dict()[name]] * stages) for name in fields}  # fmt: skip
     both = [i + w for i, w in zip(given["backward_input"], given["backward_weight"], strict=True)]
     table = costs.to_dict()
-    size = exact(table.get("activation_bytes") or [0] * (stages - 1))
+    size = exact(table.get("activation_bytes") or [0] * len(edges))
     back = exact(table["gradient_bytes"]) if "gradient_bytes" in table else size
     speed = Fraction(table["bandwidth"]) if "bandwidth" in table else None
     latency = exact(table["latency"])
+    waiting = exact(table["edge_memory"]) if table["edge_memory"] else [Fraction(0)] * len(edges)
+
+    def of_links(value, *, backward=False):
+        """From what the edges of a link cost to what the link does."""
+        carried = {}
+        for number, edge in enumerate(edges):
+            for target in edge.targets if edge.gradient or not backward else ():
+                carried.setdefault((edge.source, target), []).append(number)
+        return {ends: value(numbers) for ends, numbers in carried.items()}
+
+    def time(sizes):
+        return lambda numbers: (
+            max(latency[n] for n in numbers) + (sum(sizes[n] for n in numbers) / speed if speed else 0)
+        )
+
     return Prices(
         **given,
         backward=exact(table["backward"]) if "backward" in table else both,
-        transfer_forward=[t + (b / speed if speed else 0) for t, b in zip(latency, size, strict=True)],
-        transfer_backward=[t + (b / speed if speed else 0) for t, b in zip(latency, back, strict=True)],
+        transfer_forward=of_links(time(size)),
+        transfer_backward=of_links(time(back), backward=True),
+        waiting=of_links(lambda numbers: sum(waiting[n] for n in numbers)),
         dispatch=Fraction(table["dispatch"]),
         overlap=Fraction(table["overlap"]),
     )
@@ -98,7 +122,7 @@ def agree(schedule, costs, model):
     timeline = ps.simulate(schedule, costs, model=model)
     rows = text_rows(schedule)
     expected = Simulation(
-        rows, list(schedule.placement.rank_of), prices(costs, schedule.stages), model.buffering, model.lanes
+        rows, list(schedule.placement.rank_of), prices(costs, schedule), model.buffering, model.lanes
     ).run()
     places = [(rank, place) for rank, row in enumerate(rows) for place in range(len(row))]
     first = timeline.node_start[timeline.step_graph.events.node] - timeline.start  # times count from the first start
@@ -107,6 +131,7 @@ def agree(schedule, costs, model):
     assert [Fraction(when) + origin for when in timeline.start.tolist()] == [expected.starts[at] for at in places], told
     assert [Fraction(when) + origin for when in timeline.end.tolist()] == [expected.ends[at] for at in places], told
     assert [Fraction(peak) for peak in timeline.peak_memory] == expected.peaks, told
+    assert [Fraction(curve.values.max()) for curve in timeline.memory] == expected.peaks, told
     timed = [at for at in places if is_timed(rows[at[0]][at[1]], costs, expected, at)]
     assert Fraction(timeline.makespan) == max(expected.ends[at] for at in timed) - min(
         expected.starts[at] for at in timed
@@ -154,17 +179,26 @@ def test_the_simulator_agrees_with_a_machine(part):
     chance = random.Random(part)
     for _ in range(CASES // PARTS):
         schedule = some_schedule(chance)
-        agree(schedule, some_costs(chance, schedule.stages), some_model(chance, schedule))
+        agree(schedule, some_costs(chance, schedule), some_model(chance, schedule))
 
 
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_simulator_agrees_with_a_machine_about_edges(part):
+    chance = random.Random(f"edges {part}")
+    for _ in range(CASES // PARTS):
+        schedule = some_schedule(chance, edges=True)
+        agree(schedule, some_costs(chance, schedule), some_model(chance, schedule))
+
+
+@pytest.mark.parametrize("edges", [False, True])
 @pytest.mark.parametrize("part", range(4))
-def test_steps_are_rows_one_after_the_other(part):
+def test_steps_are_rows_one_after_the_other(part, edges):
     """Without an optimizer and without a barrier, several steps are one with so many times the microbatches."""
     chance = random.Random(100 + part)
     for _ in range(60):
-        schedule = some_schedule(chance)
+        schedule = some_schedule(chance, edges=edges)
         model, steps = some_model(chance, schedule), chance.choice([2, 3])
-        costs = some_costs(chance, schedule.stages)
+        costs = some_costs(chance, schedule)
         try:
             timeline = ps.simulate(schedule, costs, model=model, steps=steps, synchronise=False)
         except ps.ScheduleError:  # one step runs, but several need room that the model does not have
@@ -174,7 +208,7 @@ def test_steps_are_rows_one_after_the_other(part):
             for row in text_rows(schedule)
         ]
         expected = Simulation(
-            rows, list(schedule.placement.rank_of), prices(costs, schedule.stages), model.buffering, model.lanes
+            rows, list(schedule.placement.rank_of), prices(costs, schedule), model.buffering, model.lanes
         ).run()
         origin = Fraction(timeline.extent.origin)
         places = [(rank, place) for rank, row in enumerate(rows) for place in range(len(row))]
@@ -182,7 +216,7 @@ def test_steps_are_rows_one_after_the_other(part):
 
 
 def shifted(cell, microbatches):
-    return re.sub(r"([A-Z])(\d+)(?=;|\)|$)", lambda found: f"{found[1]}{int(found[2]) + microbatches}", cell)
+    return re.sub(r"([A-Z])(\d+)(?=;|\)|@|$)", lambda found: f"{found[1]}{int(found[2]) + microbatches}", cell)
 
 
 @pytest.mark.parametrize("lanes", ps.LANES)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.ir.placement import Placement
 
-#: One number for all, or one for each stage, or for each edge between a stage and the next.
+#: One number for all, or one for each stage, or for each edge.
 Amount: TypeAlias = float | tuple[float, ...]
 
 #: Beyond this, sums and quotients could overflow.
@@ -32,6 +32,7 @@ LARGEST: Final = 1e100
 _OF_A_STAGE: Final = (
     "forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "optimizer", "activation", "static"
 )  # fmt: skip
+_OF_AN_EDGE: Final = ("latency", "bandwidth", "activation_bytes", "gradient_bytes", "edge_memory")
 _ONE_FOR_ALL: Final = ("dispatch", "overlap")
 
 
@@ -39,8 +40,9 @@ _ONE_FOR_ALL: Final = ("dispatch", "overlap")
 class Costs:
     """What every action costs, in any unit of time and of memory, as long as it is the same everywhere.
 
-    A field is a number, or a sequence with one per stage; for transfers, one per edge, in both directions: the first is
-    the edge between stages 0 and 1.
+    A field is a number, or a sequence with one per stage; for transfers, one per edge, in both directions. In a chain
+    the first is the edge between stages 0 and 1; otherwise they are in the order of ``schedule.edges``. Edges between
+    the same two stages share a message: their bytes add up, and the largest latency counts.
 
     >>> costs = Costs(forward=[1, 1, 1, 2], backward_input=1, backward_weight=1, latency=0.1)
     >>> costs.per_stage("backward", stages=4)
@@ -63,6 +65,8 @@ class Costs:
         activation: memory that a microbatch takes in a stage, from the start of F until the end of B, or of I and W.
         input_release: the share of it that I releases; W releases the rest.
         static: memory that a stage always takes: weights, gradients, optimizer state.
+        edge_memory: memory that a value of an edge takes, for one microbatch, on the rank of its target while it waits
+            there: from its receive, or from the end of its F on the same rank, until the start of the target's F.
     """
 
     forward: Amount = 1.0
@@ -81,6 +85,7 @@ class Costs:
     activation: Amount = 1.0
     input_release: Amount = 0.0
     static: Amount = 0.0
+    edge_memory: Amount = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -102,22 +107,27 @@ class Costs:
             return self.per_stage("backward_input", stages) + self.per_stage("backward_weight", stages)
         return _spread(field, value, stages, "stage")
 
-    def transfer(self, stages: int, *, backward: bool) -> NDArray[np.float64]:
-        """Return how long a transfer takes over the edge after each stage but the last."""
-        edges = max(stages - 1, 0)
-        time = _spread("latency", self.latency, edges, "edge")
-        sent = "gradient_bytes" if backward and self.gradient_bytes is not None else "activation_bytes"
-        size = _spread(sent, getattr(self, sent), edges, "edge")
-        if self.bandwidth is None:
-            return time
-        return np.asarray(time + size / _spread("bandwidth", self.bandwidth, edges, "edge"))
+    def per_edge(self, field: str, edges: int) -> NDArray[np.float64]:
+        """Return a field as an array with an entry per edge; ``gradient_bytes`` with its default filled in."""
+        if field not in _OF_AN_EDGE:
+            raise CostsError(f"{field!r} is not a per-edge field", field=field)
+        field = "activation_bytes" if field == "gradient_bytes" and self.gradient_bytes is None else field
+        return _spread(field, getattr(self, field), edges, "edge")
 
-    def check(self, stages: int) -> None:
-        """Raise ``CostsError`` if the costs are for another number of stages."""
+    def transfer(self, stages: int, *, backward: bool) -> NDArray[np.float64]:
+        """Return how long a transfer takes in a chain, over the edge after each stage but the last."""
+        edges = max(stages - 1, 0)
+        time = self.per_edge("latency", edges)
+        size = self.per_edge("gradient_bytes" if backward else "activation_bytes", edges)
+        return time if self.bandwidth is None else np.asarray(time + size / self.per_edge("bandwidth", edges))
+
+    def check(self, stages: int, edges: int | None = None) -> None:
+        """Raise ``CostsError`` if the costs are for another number of stages or edges; by default those of a chain."""
         for field in (*_OF_A_STAGE, "input_release"):
             self.per_stage(field, stages)
-        for backward in (False, True):
-            self.transfer(stages, backward=backward)
+        for field in _OF_AN_EDGE:
+            if getattr(self, field) is not None:
+                self.per_edge(field, max(stages - 1, 0) if edges is None else edges)
 
     def of_ranks(self, placement: Placement) -> Costs:
         """Return costs per stage, given costs of whole ranks, whose stages share them equally.

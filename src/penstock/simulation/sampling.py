@@ -110,7 +110,7 @@ def simulate_many(
             )
         graph, _ = prepare(schedule, given[0], model, steps, synchronise=synchronise)
         for each in given:
-            each.check(schedule.stages)
+            each.check(schedule.stages, len(schedule.edges))
         runs = ((each, graph.durations(each), graph.delays(each)) for each in given)
     extents = []
     for run in runs:

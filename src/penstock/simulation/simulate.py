@@ -69,5 +69,5 @@ def prepare(
         raise ModelError(f"model must be a CommModel, e.g. CommModel('eager', 'pair'), got {model!r}")
     steps = whole_number("steps", steps, least=1, most=max(1, MOST_ACTIONS // max(1, len(schedule.codes))))
     graph = build_step_graph(schedule, model, steps, bool(synchronise))
-    costs.check(schedule.stages)
+    costs.check(schedule.stages, len(schedule.edges))
     return graph, costs

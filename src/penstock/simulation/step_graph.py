@@ -29,6 +29,7 @@ from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.ir.schedule import Schedule
 from penstock.lowering.rows import without_idle
 from penstock.lowering.send_receive import send_receive
+from penstock.simulation.link_costs import link_costs, link_numbers
 from penstock.verification.check import verify, verify_structure
 
 if TYPE_CHECKING:
@@ -191,9 +192,15 @@ class StepGraph:
         times = np.zeros((len(packed.TYPE_NUMBER) + 1, stages))
         for kind, field in _TIMES.items():
             times[packed.TYPE_NUMBER[kind]] = costs.per_stage(field, stages)
-        times[packed.TYPE_NUMBER[SEND_F], :-1] = costs.transfer(stages, backward=False)
-        times[packed.TYPE_NUMBER[SEND_B], 1:] = costs.transfer(stages, backward=True)
+        of_links = link_costs(costs, self.schedule)
+        if self.schedule.is_chain:
+            times[packed.TYPE_NUMBER[SEND_F], :-1] = of_links.forward.time
+            times[packed.TYPE_NUMBER[SEND_B], 1:] = of_links.backward.time
         taken = np.asarray(times[actions.kind, actions.stage], np.float64)
+        if not self.schedule.is_chain:
+            for kind, messages in ((SEND_F, of_links.forward), (SEND_B, of_links.backward)):
+                sends = actions.positions_of(kind)
+                taken[sends] = messages.time[self._links_between(actions.stage[sends], self._peers(sends))]
         if len(self.first_action) < len(actions):
             parts = np.bincount(actions.cell)
             taken = np.asarray(np.bincount(actions.cell, taken) * np.where(parts > 1, costs.overlap, 1.0), np.float64)
@@ -208,14 +215,20 @@ class StepGraph:
         between = np.flatnonzero(self.reason == DATA)
         if len(between):
             awaited, waiting = self.events.awaited[between], self.events.waiting[between]
-            backward = ~self.is_forward[between]
-            edge = np.minimum(self.actions.stage[awaited], self.actions.stage[waiting])
-            forward_time = costs.transfer(self.schedule.stages, backward=False)
-            backward_time = costs.transfer(self.schedule.stages, backward=True)
-            delay[between] = np.where(backward, backward_time[edge], forward_time[edge])
+            of_links = link_costs(costs, self.schedule)
+            link = self._links_between(self.actions.stage[awaited], self.actions.stage[waiting])
+            forward_time, backward_time = of_links.forward.time[link], of_links.backward.time[link]
+            delay[between] = np.where(self.is_forward[between], forward_time, backward_time)
         if costs.dispatch:
             delay += costs.dispatch * self._dispatched
         return delay
+
+    def _peers(self, transfers: Ints) -> Ints:
+        return packed.peers(self.actions.codes[transfers])
+
+    def _links_between(self, stage: Ints, other: Ints) -> Ints:
+        """Return the links between these stages, whichever of the two is the source."""
+        return link_numbers(self.schedule, np.minimum(stage, other), np.maximum(stage, other))
 
     @cached_property
     def _dispatched(self) -> Ints:
@@ -313,7 +326,9 @@ def _repeated(schedule: Schedule, steps: int) -> Schedule:
         codes = schedule.codes_of(rank)
         later = (packed.microbatches(codes) >= 0) * schedule.microbatches
         rows.append(np.concatenate([packed.shift_microbatches(codes, later * step) for step in range(steps)]))
-    return Schedule.from_codes(rows, placement=schedule.placement, microbatches=schedule.microbatches * steps)
+    edges = None if schedule.is_chain else schedule.edges
+    microbatches = schedule.microbatches * steps
+    return Schedule.from_codes(rows, placement=schedule.placement, microbatches=microbatches, edges=edges)
 
 
 def _between_steps(events: EventGraph, steps: int, *, synchronise: bool) -> tuple[Ints, Ints, Ints, Ints]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -13,18 +12,18 @@ import numpy as np
 
 from penstock.errors import WriteError
 from penstock.graph.start_times import NOTHING
-from penstock.ir import packed
-from penstock.ir.actions import SEND_B, SEND_F, Action
 from penstock.simulation.extent import Extent, extent_of
 from penstock.simulation.idle import CAUSES, Idle, idle_intervals
-from penstock.simulation.memory import MemoryUse, memory_use
-from penstock.simulation.step_graph import DATA
+from penstock.simulation.memory import MemoryCurve, MemoryUse, Times, memory_curves, memory_use
+from penstock.simulation.transfers import Transfer, TransferTimes
+from penstock.simulation.waiting_values import WaitingValues, waiting_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
+    from penstock.ir.actions import Action
     from penstock.ir.schedule import Schedule
     from penstock.simulation.costs import Costs
     from penstock.simulation.step_graph import StepGraph
@@ -55,38 +54,6 @@ class Span(NamedTuple):
     start: float
     end: float
     step: int = 0
-
-
-class Transfer(NamedTuple):
-    """A transfer from one rank to another, and when it happens.
-
-    Attributes:
-        source: the rank that sends.
-        target: the rank that receives.
-        action: the send, even if it is implied and not in the schedule.
-        start: when it is sent.
-        end: when it arrives.
-        step: the step of training, from 0.
-    """
-
-    source: int
-    target: int
-    action: Action
-    start: float
-    end: float
-    step: int = 0
-
-
-class MemoryCurve(NamedTuple):
-    """The memory that a rank holds over time.
-
-    Attributes:
-        times: when it changes.
-        values: the memory from that time on.
-    """
-
-    times: Floats
-    values: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +121,7 @@ class Timeline:
     @cached_property
     def communication(self) -> tuple[float, ...]:
         """How long each rank has at least one transfer in flight."""
-        return tuple(self._covered(rank) for rank in range(self.step_graph.ranks))
+        return tuple(self._transfer_times.covered(rank) for rank in range(self.step_graph.ranks))
 
     @property
     def ideal(self) -> float:
@@ -192,6 +159,8 @@ class Timeline:
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
         """The most memory that each rank holds at any time."""
+        if self._waiting_values is not None:
+            return tuple(float(curve.values.max()) for curve in self.memory)
         peaks = self._memory_use.static.copy()
         np.maximum.at(peaks, self.step_graph.rank[self.step_graph.blocking], self._memory_use.during)
         return tuple(peaks.tolist())
@@ -200,19 +169,17 @@ class Timeline:
     def memory(self) -> tuple[MemoryCurve, ...]:
         """The memory that each rank holds over time."""
         runs = self.step_graph.blocking
-        bounds = np.searchsorted(self.step_graph.rank[runs], np.arange(self.step_graph.ranks + 1)).tolist()
-        curves = []
-        for rank, (begin, end) in enumerate(pairwise(bounds)):
-            mine = runs[begin:end]
-            times = np.stack([self.start[mine], self.end[mine]], axis=1).ravel()
-            values = np.stack([self._memory_use.during[begin:end], self._memory_use.after[begin:end]], axis=1).ravel()
-            static = self._memory_use.static[rank]
-            curves.append(MemoryCurve(np.append(0.0, times), np.append(static, values)))
-        return tuple(curves)
+        times = Times(self.start[runs], self.end[runs])
+        return memory_curves(self.step_graph, self._memory_use, times, self._waiting_values)
 
     @cached_property
     def _memory_use(self) -> MemoryUse:
         return memory_use(self.step_graph, self.costs)
+
+    @cached_property
+    def _waiting_values(self) -> WaitingValues | None:
+        found = waiting_values(self.step_graph, self.costs, self.node_start, self.node_start + self.node_duration)
+        return None if found is None else found._replace(arrival=found.arrival - self.extent.origin)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -232,48 +199,27 @@ class Timeline:
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every transfer to another rank with its times, including implied ones."""
-        graph = self.step_graph
-        source, target, start, end, step = self._transfer_facts
-        if graph.actions.has_transfers:
-            codes = graph.actions.codes[graph.pairs.send]
-        else:
-            edges = np.flatnonzero(graph.reason == DATA)
-            stage = graph.actions.stage[graph.events.awaited[edges]].astype(np.int64)
-            microbatch = graph.actions.microbatch[graph.events.awaited[edges]]
-            forward = graph.actions.stage[graph.events.waiting[edges]] > stage
-            codes = np.where(forward, *(packed.pack(stage, kind, microbatch) for kind in (SEND_F, SEND_B)))
-        codes = packed.shift_microbatches(codes, -step.astype(np.int64) * graph.schedule.microbatches)
-        facts = zip(
-            source.tolist(), target.tolist(), packed.unpack_cells(codes), start.tolist(), end.tolist(), step.tolist(),
-            strict=True,
-        )  # fmt: skip
-        return tuple(map(Transfer._make, facts))
+        return self._transfer_times.listed()
 
     @cached_property
-    def _transfer_facts(self) -> tuple[Ints, Ints, Floats, Floats, Ints]:
-        """The source ranks, target ranks, starts, ends and steps of all transfers."""
-        graph, cell = self.step_graph, self.step_graph.actions.cell
-        if graph.actions.has_transfers:
-            sent, received = cell[graph.pairs.send], cell[graph.pairs.receive]
-            return graph.rank[sent], graph.rank[received], self.start[sent], self.end[sent], graph.step[sent]
-        edges = np.flatnonzero(graph.reason == DATA)
-        made, used = graph.source[edges], graph.target[edges]
-        delay = graph.delays(self.costs)[edges]
-        return graph.rank[made], graph.rank[used], self.end[made], self.end[made] + delay, graph.step[made]
+    def _transfer_times(self) -> TransferTimes:
+        return TransferTimes.of(self.step_graph, self.start, self.end, self.costs)
 
-    def _covered(self, rank: int) -> float:
-        """Return how long some transfer of the rank is in flight: the union of their times."""
-        source, target, start, end, _ = self._transfer_facts
-        mine = np.flatnonzero((source == rank) | (target == rank))
-        mine = mine[np.argsort(start[mine], kind="stable")]
-        reached = np.maximum.accumulate(np.append(0.0, end[mine]))[:-1]
-        return float(np.maximum(end[mine] - np.maximum(start[mine], reached), 0.0).sum())
+    @cached_property
+    def bytes_sent(self) -> tuple[float, ...]:
+        """How many bytes each rank sends to others, in all steps; stages of one rank send each other nothing."""
+        return tuple(self._transfer_times.bytes_sent(self.step_graph, self.costs).tolist())
+
+    @property
+    def total_bytes_sent(self) -> float:
+        """How many bytes all ranks send."""
+        return sum(self.bytes_sent)
 
     @property
     def hops(self) -> float:
         """The number of transfers between ranks per microbatch."""
         microbatches = self.step_graph.schedule.microbatches * self.step_graph.steps
-        return len(self._transfer_facts[0]) / max(microbatches, 1)
+        return len(self._transfer_times.source) / max(microbatches, 1)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from penstock.simulation.timeline import MemoryCurve, Timeline
+    from penstock.simulation.memory import MemoryCurve
+    from penstock.simulation.timeline import Timeline
 
     Ints = NDArray[np.signedinteger[Any]]
 

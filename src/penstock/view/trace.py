@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.ir.actions import ComputationType
-    from penstock.simulation.timeline import Span, Timeline, Transfer
+    from penstock.simulation.timeline import Span, Timeline
+    from penstock.simulation.transfers import Transfer
 
     Event: TypeAlias = dict[str, Any]
 
@@ -204,10 +205,10 @@ class Trace:
 
 def _ends(runs: _Runs, transfer: Transfer, *between: _Bar) -> Iterator[_Bar | None]:
     """Yield the bar that produces the tensor, the bars between, and the bar that needs it."""
-    stage, kind, microbatch, _ = transfer.action
-    route = _ROUTE[kind]
+    stage, kind, microbatch = transfer.action[:3]
+    route, other = _ROUTE[kind], _other_stage(transfer)
     makers = (runs.get((transfer.step, stage, maker, microbatch)) for maker in route.made_by)
-    users = (runs.get((transfer.step, stage + route.stage_offset, user, microbatch)) for user in route.needed_by)
+    users = (runs.get((transfer.step, other, user, microbatch)) for user in route.needed_by)
     yield next(filter(None, makers), None)
     yield from between
     yield next(filter(None, users), None)
@@ -217,13 +218,21 @@ def _action_facts(action: Action) -> Event:
     if action.sub_actions is not None:
         return {"type": action.computation_type.value, "parts": [_action_facts(part) for part in action.sub_actions]}
     facts = {"stage": action.stage_index, "type": action.computation_type.value, "microbatch": action.microbatch_index}
+    facts["peer stage"] = action.peer_index
     return {name: value for name, value in facts.items() if value is not None}
 
 
 def _receive_of(transfer: Transfer) -> Action:
-    stage, kind, microbatch, _ = transfer.action
-    route = _ROUTE[kind]
-    return Action(stage + route.stage_offset, route.receive, microbatch)
+    stage, kind, microbatch = transfer.action[:3]
+    peer = None if transfer.action.peer_index is None else stage
+    return Action(_other_stage(transfer), _ROUTE[kind].receive, microbatch, peer_index=peer)
+
+
+def _other_stage(transfer: Transfer) -> int:
+    """Return the stage that receives."""
+    action = transfer.action
+    offset = _ROUTE[action.computation_type].stage_offset
+    return action.stage_index + offset if action.peer_index is None else action.peer_index
 
 
 WRITERS[".json"] = write_trace
