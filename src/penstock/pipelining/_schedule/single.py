@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.pipelining._engine.chains import program_of_gpipe, program_of_one_f_one_b
 from penstock.pipelining._engine.methods import CallConvention
 from penstock.pipelining._engine.step import Batch
-from penstock.pipelining._schedule.base import _PipelineSchedule, logger, upstream_names
+from penstock.pipelining._schedule.base import _PipelineSchedule, logger
 from penstock.pipelining._schedule.passes import _add_reduce_grad
 from penstock.pipelining._schedule.rows import as_rows
+from penstock.pipelining._schedule.upstream_names import upstream_names
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.one_f_one_b import one_f_one_b
 
