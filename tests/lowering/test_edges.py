@@ -144,3 +144,15 @@ def test_edges_keep_a_schedule_from_running_out_of_order():
     ]
     edges = [Edge(0, (1, 2)), Edge(1, (2,), gradient=False)]
     assert ps.check(schedule.with_edges(edges)) == [], "a value without a gradient"
+
+
+def test_two_copies_of_a_model_that_flow_in_opposite_directions():
+    """As in the bidirectional DualPipe: stages 0 to 3 down the ranks, 4 to 7 up, each copy with its own data."""
+    plain = ps.build("DualPipeV", ranks=4, microbatches=8)
+    copies = plain.with_edges([edge for edge in chain(8) if edge.source != 3])
+    assert_lowers(copies, {})
+    assert ps.simulate(copies).makespan <= ps.simulate(plain).makespan
+    down = ps.build("1F1B", ranks=2, microbatches=2).actions
+    up = [[cell._replace(stage_index=cell.stage_index + 2) for cell in row] for row in reversed(down)]
+    rows = [[cell for both in zip(*pair, strict=True) for cell in both] for pair in zip(down, up, strict=True)]
+    assert ps.check(ps.Schedule(rows, edges=[(0, [1]), (2, [3])])) == []

@@ -18,6 +18,7 @@ from penstock.cli.lowering import DeferReceives, LookAhead, Lower, Lowering, Mer
 from penstock.cli.source import Json, Microbatches, Ranks, StagesPerRank, schedule_from
 from penstock.cli.terminal import Width, layout_width, terminal
 from penstock.ir.formats.versioned_json import json_from_schedule
+from penstock.ir.grid import edges_line
 from penstock.schedules.registry import RECIPES
 
 
@@ -64,6 +65,8 @@ def show(
         width=layout_width(console, width),
         colour=console.color_system is not None and not console.no_color,
     )
+    if not schedule.is_chain:
+        typer.echo(edges_line(schedule.edges))
     page(console, drawing)
 
 

@@ -145,6 +145,8 @@ def summary(timeline: Timeline, chance: Samples | None) -> list[str]:
     if causes := timeline.idle_by_cause:
         shares = ", ".join(f"{cause} {format_number(time)}" for cause, time in causes.items())
         lines.append(f"idle time of all ranks by cause: {shares}")
+    if timeline.total_bytes_sent:
+        lines.append(f"bytes sent by all ranks: {format_number(timeline.total_bytes_sent)}")
     if chance is not None:
         shown = ", ".join(f"{percent} % within {format_number(chance.percentile(percent))}" for percent in PERCENTILES)
         lines.append(f"makespan with random variation, {len(chance)} samples: {shown}")
@@ -164,9 +166,14 @@ def facts(timeline: Timeline, chance: Samples | None = None) -> dict[str, Any]:
         "span_bubble_rate": timeline.span_bubble_rate,
         "hops": timeline.hops,
         "ranks": [
-            {"busy": busy, "idle": idle, "communication": communication, "peak_memory": peak}
-            for busy, idle, communication, peak in zip(
-                timeline.busy, timeline.idle, timeline.communication, timeline.peak_memory, strict=True
+            {"busy": busy, "idle": idle, "communication": communication, "peak_memory": peak, "bytes_sent": sent}
+            for busy, idle, communication, peak, sent in zip(
+                timeline.busy,
+                timeline.idle,
+                timeline.communication,
+                timeline.peak_memory,
+                timeline.bytes_sent,
+                strict=True,
             )
         ],
         "idle_by_cause": timeline.idle_by_cause,
