@@ -60,6 +60,7 @@ PUBLIC = [
     "safe_models",
     "simulate",
     "simulate_many",
+    "split",
     "verify",
 ]
 

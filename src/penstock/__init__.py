@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.lowering.pipeline import lower
     from penstock.lowering.repair import repair
+    from penstock.models.split import split
     from penstock.schedules.registry import build
     from penstock.simulation.costs import Costs
     from penstock.simulation.sampling import Samples, simulate_many
@@ -102,6 +103,7 @@ _HOMES = {
     "safe_models": "penstock.verification.check",
     "simulate": "penstock.simulation.simulate",
     "simulate_many": "penstock.simulation.sampling",
+    "split": "penstock.models.split",
     "verify": "penstock.verification.check",
 }
 
@@ -149,6 +151,7 @@ __all__ = [
     "safe_models",
     "simulate",
     "simulate_many",
+    "split",
     "verify",
 ]
 

@@ -1,0 +1,152 @@
+"""Decides which stage holds which parameter and buffer, and which of them are ties."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.errors import SplitError
+from penstock.execution.ties import Tie, near_matches
+from penstock.models.units import names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from penstock.models.units import Units
+
+
+_EXAMPLE: Final = 'write e.g. ties=[("wte.weight", "lm_head.weight")]'
+
+
+class Holdings(NamedTuple):
+    """What the stages hold.
+
+    Attributes:
+        names: the full names of the parameters and buffers of each stage.
+        ties: the parameters that several stages hold.
+        unread: the parameters of containers that nothing has read, placed with a neighbor.
+    """
+
+    names: tuple[frozenset[str], ...]
+    ties: tuple[Tie, ...]
+    unread: tuple[str, ...]
+
+
+def find_holdings(
+    model: nn.Module,
+    units: Units,
+    stages_of: Mapping[str, Iterable[int]],
+    needed: Mapping[str, Iterable[int]],
+    count: int,
+) -> Holdings:
+    """Find what each stage holds.
+
+    Args:
+        model: the unsplit model.
+        units: its units.
+        stages_of: the stages that run each unit.
+        needed: the stages that need further parameters, by name.
+        count: the number of stages.
+    """
+    tensors = dict(_named_tensors(model))
+    groups = group_names(tensors)
+    names: list[set[str]] = [set() for _ in range(count)]
+    all_names = names_of(model)
+    for unit, stages in stages_of.items():
+        inside = {
+            f"{name}.{short}" if name else short
+            for part in units.units[unit].modules()
+            for name in all_names[part]
+            for short in [*part._parameters, *part._buffers]
+        }
+        for stage in stages:
+            names[stage] |= inside
+    for name, stages in needed.items():
+        for stage in stages:
+            names[stage] |= set(groups[name])
+    unread = _place_unread(model, units, stages_of, names)
+    return Holdings(tuple(map(frozenset, names)), _find_ties(model, names), unread)
+
+
+def group_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+    """Return, for each name, all names of the same tensor."""
+    by_identity: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        by_identity.setdefault(id(tensor), []).append(name)
+    return {name: tuple(by_identity[id(tensor)]) for name, tensor in tensors.items()}
+
+
+def declared_ties(model: nn.Module, ties: Iterable[Sequence[str]]) -> dict[int, torch.Tensor]:
+    """Return which tensors are replaced by which, so that declared ties are one tensor; by the id of the replaced one.
+
+    >>> from torch import nn
+    >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 3)})
+    >>> declared_ties(model, [("embed.weight", "head.weight")])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    penstock.errors.SplitError: embed.weight is float32[4, 2], but head.weight is float32[3, 2]; tied ...
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    replaced: dict[int, torch.Tensor] = {}
+    for tie in ties:
+        if isinstance(tie, str) or len(tie) < 2:
+            raise SplitError(f"a tie is at least two names of parameters, got {tie!r}; {_EXAMPLE}")
+        for name in tie:
+            if name not in parameters:
+                raise SplitError(
+                    f"ties= names {name!r}, which is no parameter{near_matches(name, parameters)}", unit=name
+                )
+        if mismatch := _mismatch([(name, parameters[name]) for name in tie]):
+            raise SplitError(mismatch, unit=tie[1])
+        first: torch.Tensor = parameters[tie[0]]
+        first = replaced.get(id(first), first)
+        for name in tie[1:]:
+            if parameters[name] is not first:
+                replaced[id(parameters[name])] = first
+    return replaced
+
+
+def _mismatch(parameters: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    (first, one), *others = parameters
+    for name, other in others:
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{first} is {_described(one)}, but {name} is {_described(other)}; tied parameters must be alike"
+    return None
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _place_unread(
+    model: nn.Module, units: Units, stages_of: Mapping[str, Iterable[int]], names: Sequence[set[str]]
+) -> tuple[str, ...]:
+    """Place the parameters that no stage needs with the first unit of their module."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    held = set().union(*names)
+    held_tensors = {id(parameters[name]) for name in held if name in parameters}
+    unread = [name for name, tensor in parameters.items() if id(tensor) not in held_tensors]
+    for name in unread:
+        owner = name.rpartition(".")[0]
+        near = [unit for unit in units.units if unit.startswith(f"{owner}.")] or list(units.units)
+        names[min(stages_of[near[0]])].add(name)
+    return tuple(unread)
+
+
+def _find_ties(model: nn.Module, names: Sequence[set[str]]) -> tuple[Tie, ...]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    groups = dict.fromkeys(group_names(parameters).values())
+    ties = []
+    for group in groups:
+        members = [
+            (stage, next(n for n in group if n in held)) for stage, held in enumerate(names) if held & set(group)
+        ]
+        if len(members) > 1:
+            ties.append(Tie(tuple(members)))
+    return tuple(ties)

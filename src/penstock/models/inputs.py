@@ -1,0 +1,52 @@
+"""Makes a tiny batch to probe a text model with, for models that say what they take."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+_SAMPLES: Final = 2
+_TOKENS: Final = 7
+
+
+def example_for(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return ``(args, kwargs)`` for a Hugging Face text model, with labels if it takes them; None for other models."""
+    config = getattr(model, "config", None)
+    parameters = inspect.signature(model.forward).parameters
+    if config is None or getattr(model, "main_input_name", None) != "input_ids" or "input_ids" not in parameters:
+        return None
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocabulary = getattr(text, "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        return None
+    tokens = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    ids = _tokens(text, vocabulary, tokens)
+    kwargs: dict[str, Any] = {"input_ids": ids}
+    if "labels" in parameters:
+        kwargs["labels"] = _labels(model, config, ids)
+    elif "decoder_input_ids" in parameters:
+        kwargs["decoder_input_ids"] = ids.clone()
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    return (), {name: value.to(device) for name, value in kwargs.items()}
+
+
+def _tokens(config: Any, vocabulary: int, tokens: int) -> torch.Tensor:
+    """Return different tokens, none of them a special one if that is possible."""
+    special = {value for name, value in vars(config).items() if name.endswith("token_id") and isinstance(value, int)}
+    usual = [token for token in range(min(vocabulary, 256)) if token not in special] or [0]
+    chosen = [usual[(5 * number + 3) % len(usual)] for number in range(_SAMPLES * tokens)]
+    return torch.tensor(chosen).view(_SAMPLES, tokens)
+
+
+def _labels(model: nn.Module, config: Any, ids: torch.Tensor) -> torch.Tensor:
+    name = type(model).__name__
+    classes = max(getattr(config, "num_labels", 2) or 2, 1)
+    if name.endswith(("SequenceClassification", "MultipleChoice", "NextSentencePrediction")):
+        return torch.arange(_SAMPLES) % classes
+    if name.endswith("TokenClassification"):
+        return ids % classes
+    # Two lengths that differ tell an encoder's sizes from a decoder's.
+    return ids[:, : max(ids.shape[1] - 2, 1)].clone() if getattr(config, "is_encoder_decoder", False) else ids.clone()

@@ -1,0 +1,226 @@
+"""Defines the record of a probe: what the units of a model take and return, as plain data.
+
+JSON holds it both ways, so one process can probe a model and others can use the result.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.errors import SplitError
+
+#: What a value may come from; see ``Source``.
+OUTPUT: Final = "output"
+ARGUMENT: Final = "argument"
+INNER: Final = "inner"
+INPUT: Final = "input"
+PARAMETER: Final = "parameter"
+INSIDE: Final = "inside"
+RANDOM: Final = "random"
+
+
+class Source(NamedTuple):
+    """Where a value comes from.
+
+    Attributes:
+        kind: ``"output"``, a tensor that a call returns; ``"argument"``, one that it gets, computed by glue from
+            several sources; ``"inner"``, an output of a module in the unit; ``"input"``, one of the model's;
+            ``"parameter"``, a parameter or buffer; ``"inside"``, something that left a call by a side channel;
+            ``"random"``, numbers that glue has drawn.
+        call: the number of the call, or of the draw.
+        leaf: the number of the tensor among those of the call.
+        name: the name of the input or parameter.
+    """
+
+    kind: str
+    call: int = -1
+    leaf: int = -1
+    name: str = ""
+
+
+class Leaf(NamedTuple):
+    """One leaf of a value that a module returns.
+
+    Attributes:
+        kind: ``"tensor"``; ``"passed"``, an argument returned as it is; ``"constant"``; ``"opaque"``, anything else.
+        value: the number of the argument, the constant, or the name of the type.
+        dtype: the element type of a tensor.
+        shape: its dimensions: ``(size,)``, ``(argument, dimension)`` if it is that of an argument, or ``(argument,
+            dimension, dimension)`` if it is the product of two.
+        gradient: whether the tensor requires a gradient.
+        size: its shape in the probe.
+    """
+
+    kind: str
+    value: Any = None
+    dtype: str = ""
+    shape: tuple[tuple[int, ...], ...] = ()
+    gradient: bool = False
+    size: tuple[int, ...] = ()
+
+
+class Value(NamedTuple):
+    """The structure of what a module returns.
+
+    Attributes:
+        spec: the nesting, as text; empty for a single leaf.
+        leaves: the leaves.
+    """
+
+    spec: str
+    leaves: tuple[Leaf, ...]
+
+    def build(self, leaves: list[Any]) -> Any:
+        """Return a value with these leaves."""
+        return pytree.tree_unflatten(leaves, _spec(self.spec)) if self.spec else leaves[0]
+
+
+class Argument(NamedTuple):
+    """A tensor that glue has computed from several sources, as it enters a call.
+
+    Attributes:
+        leaf: its number among the tensors of the call.
+        sources: what it was computed from.
+        tensor: what it is.
+    """
+
+    leaf: int
+    sources: tuple[Source, ...]
+    tensor: Leaf
+
+
+class Inner(NamedTuple):
+    """An output of a module in a unit that is needed outside, although the unit does not return it.
+
+    Attributes:
+        places: where it was returned: the module's name, the number of its call within the unit's, and the leaf.
+        tensor: what it is.
+    """
+
+    places: tuple[tuple[str, int, int], ...]
+    tensor: Leaf
+
+
+class InnerCall(NamedTuple):
+    """A call of a module in a unit: the module's name, the number of the call within the unit's, what it returned."""
+
+    module: str
+    number: int
+    value: Value
+
+
+class Call(NamedTuple):
+    """A call of a unit, or of a glue module that draws random numbers.
+
+    Attributes:
+        unit: its name.
+        is_glue: whether it is a glue module.
+        value: what it returned.
+        feeds: everything it was given or has read.
+        arguments: its arguments with several sources.
+        inner: outputs of modules in it that are needed outside.
+        inner_calls: the calls that returned these, in the order in which they ended.
+    """
+
+    unit: str
+    is_glue: bool
+    value: Value
+    feeds: tuple[Source, ...]
+    arguments: tuple[Argument, ...] = ()
+    inner: tuple[Inner, ...] = ()
+    inner_calls: tuple[InnerCall, ...] = ()
+
+
+class Record(NamedTuple):
+    """What a probe has found.
+
+    Attributes:
+        calls: the calls, in order.
+        result: the sources of the model's output.
+        positional: the positional inputs.
+        keywords: the names of the keyword inputs.
+        draws: the names of the modules whose glue has drawn random numbers, by the number of the draw.
+        is_random: whether anything was drawn.
+    """
+
+    calls: tuple[Call, ...]
+    result: tuple[Source, ...]
+    positional: tuple[Value, ...]
+    keywords: tuple[str, ...]
+    draws: tuple[str, ...] = ()
+    is_random: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        return dict(zip(self._fields, (_plain(field) for field in self), strict=True))
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Read what ``to_json`` returns."""
+        try:
+            return cls(
+                tuple(map(_read_call, data["calls"])),
+                _read_sources(data["result"]),
+                tuple(map(_read_value, data["positional"])),
+                tuple(data["keywords"]),
+                tuple(data["draws"]),
+                bool(data["is_random"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise SplitError(f"the record of the probe is damaged: {error!r}") from None
+
+
+@lru_cache(maxsize=256)
+def _spec(text: str) -> pytree.TreeSpec:
+    return pytree.treespec_loads(text)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the element type of this name.
+
+    >>> dtype_of("float64")
+    torch.float64
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise SplitError(f"unknown element type {name!r}")
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _read_sources(data: Any) -> tuple[Source, ...]:
+    return tuple(Source(*one) for one in data)
+
+
+def _read_leaf(data: Any) -> Leaf:
+    kind, value, dtype, shape, gradient, size = data
+    return Leaf(kind, value, dtype, tuple(tuple(dimension) for dimension in shape), gradient, tuple(size))
+
+
+def _read_value(data: Any) -> Value:
+    spec, leaves = data
+    return Value(spec, tuple(map(_read_leaf, leaves)))
+
+
+def _read_call(data: Any) -> Call:
+    unit, is_glue, value, feeds, arguments, inner, inner_calls = data
+    return Call(
+        unit,
+        is_glue,
+        _read_value(value),
+        _read_sources(feeds),
+        tuple(Argument(leaf, _read_sources(sources), _read_leaf(tensor)) for leaf, sources, tensor in arguments),
+        tuple(
+            Inner(tuple((name, number, leaf) for name, number, leaf in places), _read_leaf(t)) for places, t in inner
+        ),
+        tuple(InnerCall(module, number, _read_value(value)) for module, number, value in inner_calls),
+    )

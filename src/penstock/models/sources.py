@@ -1,0 +1,135 @@
+"""Follows values through a forward: from which outputs of units, inputs, parameters and draws each was computed."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.models.record import INNER, INSIDE, RANDOM, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable
+
+Sources: TypeAlias = frozenset[Source]
+
+NOTHING: Final[Sources] = frozenset()
+
+#: These read the shape of their argument, not its values.
+_SHAPE_ONLY: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+
+
+class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the sources of every tensor, by its memory, while operators run.
+
+    Attributes:
+        call: the number of the call that is running; None in glue.
+        reads: everything that calls have read from outside themselves, by the number of the call.
+        glue: the names of the containers and glue modules that are running, outermost first.
+        draws: in which of these glue has drawn random numbers, by the number of the draw.
+        is_random: whether anything was drawn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call: int | None = None
+        self.reads: dict[int, set[Source]] = {}
+        self.draws: list[str] = []
+        self.is_random = False
+        self.glue: list[str] = []
+        self._sources: dict[int, Sources] = {}
+        self._alive: dict[int, StorageWeakRef | torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> Sources:
+        """Return the sources of a tensor."""
+        return self._sources.get(self.memory_of(tensor), NOTHING)
+
+    def mark(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
+        """Set the sources of a tensor, and of all that share its memory."""
+        self._sources[self.memory_of(tensor)] = frozenset(sources)
+
+    def memory_of(self, tensor: torch.Tensor) -> int:
+        """Return a number for the memory of a tensor, which no other memory will get."""
+        try:
+            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        except (NotImplementedError, RuntimeError):  # it has no storage, such as a sparse tensor
+            self._alive.setdefault(-id(tensor), tensor)
+            return -id(tensor)
+        # A weak reference keeps the number from being used again, though not the memory.
+        self._alive.setdefault(int(reference.cdata), reference)
+        return int(reference.cdata)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and give its results their sources."""
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        read = NOTHING if func._schema.name in _SHAPE_ONLY else self._union(given)
+        found = self._inside(read) if self.call is not None else read
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            found = self._draw(found)
+        self._mark_results(func, given, result, found, (args, kwargs or {}))
+        return result
+
+    def _union(self, tensors: Iterable[torch.Tensor]) -> Sources:
+        return frozenset().union(*(self.of(tensor) for tensor in tensors))
+
+    def _inside(self, read: Sources) -> Sources:
+        """Note what the running call reads; its results are its own."""
+        assert self.call is not None
+        own = (INSIDE, INNER)
+        self.reads.setdefault(self.call, set()).update(
+            source for source in read if source.call != self.call or source.kind not in own
+        )
+        return frozenset({Source(INSIDE, self.call)})
+
+    def _draw(self, found: Sources) -> Sources:
+        self.is_random = True
+        if self.call is not None:
+            return found
+        self.draws.append(self.glue[-1] if self.glue else "")
+        return found | {Source(RANDOM, len(self.draws) - 1)}
+
+    def _mark_results(
+        self, func: Any, given: list[torch.Tensor], result: Any, found: Sources, arguments: tuple[Any, dict[str, Any]]
+    ) -> None:
+        old = {self.memory_of(tensor) for tensor in given}
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (key := self.memory_of(leaf)) not in old:
+                self._sources[key] = found
+        if func._schema.is_mutable:
+            for tensor in _written(func, *arguments):
+                key = self.memory_of(tensor)
+                self._sources[key] = self._sources.get(key, NOTHING) | found
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    written: list[torch.Tensor] = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written
+
+
+def wrap_forward(module: torch.nn.Module, around: Callable[..., Any], *context: Any) -> None:
+    """Replace the forward of one module object by ``around(forward, *context, args, kwargs)``."""
+    original = module.forward
+
+    @wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *context, args, kwargs)
+
+    module.forward = forward

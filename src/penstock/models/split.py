@@ -1,0 +1,272 @@
+"""Splits a model into stages: nothing rewritten, nothing lost."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.execution.preserved_state import preserved_state
+from penstock.ir.edges import Edge, chain
+from penstock.models.choose import choose_layout, find_opened
+from penstock.models.describe import describe
+from penstock.models.description import Description
+from penstock.models.edges import Flow, find_flow
+from penstock.models.holdings import declared_ties, find_holdings, group_names
+from penstock.models.inputs import example_for
+from penstock.models.layout import shorten
+from penstock.models.loss import ModelLoss, model_loss
+from penstock.models.plan import Plan
+from penstock.models.probe import probe
+from penstock.models.self_check import find_difference, has_nan, missed, run_stages
+from penstock.models.sequential import is_plain, sequential_stage
+from penstock.models.stage_module import make_stage
+from penstock.models.tree_copy import copy_tree
+from penstock.models.units import Units, find_units
+from penstock.models.values import tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+    from penstock.execution.ties import Tie
+    from penstock.ir.placement import Placement
+    from penstock.models.partition import UnitCosts
+    from penstock.models.record import Record
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def split(
+    model: nn.Module | Callable[[], nn.Module],
+    *,
+    stages: int | None = None,
+    layout: str | Iterable[Iterable[str]] | None = None,
+    costs: UnitCosts | None = None,
+    ties: Iterable[Sequence[str]] = (),
+    example: Example | None = None,
+    check: bool = True,
+) -> Split:
+    """Split a model into stages.
+
+    Args:
+        model: the model, or a function that builds it. It is not changed; the stages share its parameters.
+        stages: how many stages; layers are distributed by count, or by ``costs``.
+        layout: instead of ``stages``, the names of the modules of each stage, or a string in Megatron's notation.
+        costs: the cost of each layer, as a sequence or by name.
+        ties: parameters that are to stay equal, as groups of names. Those that are one tensor are found anyway.
+        example: ``(args, kwargs)`` of a small call of the model. An ``nn.Sequential`` and Hugging Face text models need
+            none.
+        check: whether to run the stages once on the example and compare with the model.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> parts = split(model, stages=2)
+    >>> parts.layout
+    (('0', '1', '2', '3'), ('4',))
+    >>> [str(edge) for edge in parts.edges]
+    ['0>1']
+    """
+    original = _build(model)
+    if (stages is None) == (layout is None):
+        raise SplitError("pass either stages= or layout=, e.g. split(model, stages=4)")
+    base = copy_tree(original, declared_ties(original, ties))
+    units = find_units(base, find_opened(base, layout))
+    example = example or example_for(base)
+    if example is None and not is_plain(base):
+        raise SplitError(
+            f"a {type(original).__name__} needs an example to find out what its modules take from each other; pass "
+            "example=(args, kwargs) of a small call"
+        )
+    record = None if example is None or is_plain(base) else probe(*_copied(base, units), *_checked_example(example))
+    description = _describe(base, units, record, choose_layout(base, units, record, stages, layout, costs))
+    made = Split(base, units, description)
+    if check and example is not None:
+        made.check(example)
+    return made
+
+
+class Split:
+    """A model and how it is divided into stages.
+
+    Attributes:
+        model: a copy of the model that shares its parameters; its configuration builds no caches.
+        description: the layout, edges, ties and the record of the probe, as plain data.
+    """
+
+    def __init__(self, model: nn.Module, units: Units, description: Description) -> None:
+        self.model = model
+        self.description = description
+        self._units = units
+
+    @property
+    def layout(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the modules of each stage."""
+        return self.description.layout
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """What the stages send each other."""
+        return self.description.flow.edges
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that several stages hold."""
+        return self.description.ties
+
+    @property
+    def digest(self) -> str:
+        """A checksum of the description; ranks that have the same one have split the model in the same way."""
+        return self.description.digest
+
+    @property
+    def loss(self) -> ModelLoss | None:
+        """The loss as the model computes it, if it is known how."""
+        return model_loss(self.model)
+
+    def stages(self, rank: int | None = None, placement: Placement | None = None) -> dict[int, nn.Module]:
+        """Make the modules of stages, which share parameters with the model and keep their names.
+
+        A stage is called with the values of its incoming edges, and the keyword arguments of the model; the first one
+        with the model's arguments. It returns the values of its outgoing edges, the last one the model's output.
+
+        Args:
+            rank: whose stages; None makes all.
+            placement: which stages are on the rank, as in ``schedule.placement``.
+        """
+        if rank is None:
+            wanted: Collection[int] = range(len(self.layout))
+        elif placement is None:
+            raise SplitError("stages of a rank need a placement; pass placement=schedule.placement")
+        else:
+            if placement.stages != len(self.layout):
+                raise SplitError(
+                    f"the placement has {placement.stages} stages, but the model was split into {len(self.layout)}"
+                )
+            wanted = placement.stages_of(rank)
+        return {stage: self._stage(stage) for stage in wanted}
+
+    def check(self, example: Example) -> None:
+        """Run the stages on an example, with NaN for all that a stage must not read, and compare with the model.
+
+        Raises ``SplitError`` that names the module whose value is missing.
+        """
+        args, kwargs = _checked_example(example)
+        with _undisturbed(self.model, args, kwargs), torch.no_grad():
+            was_training = self.model.training
+            is_random = self.description.record is not None and self.description.record.is_random
+            self.model.train(was_training and not is_random)
+            try:
+                self._check(args, kwargs)
+            finally:
+                self.model.train(was_training)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as plain data."""
+        return self.description.to_json()
+
+    @classmethod
+    def from_json(cls, model: nn.Module | Callable[[], nn.Module], data: Any) -> Split:
+        """Make a split of a model from a description, without a probe."""
+        description = Description.from_json(data)
+        original = _build(model)
+        base = copy_tree(original, declared_ties(original, description.shared))
+        units = find_units(base, description.opened)
+        names = {name for stage in description.layout for name in stage}
+        if names != set(units.units):
+            raise SplitError(
+                "the description does not fit the model; in only one of them are "
+                f"{shorten(sorted(names ^ set(units.units)))}"
+            )
+        return cls(base, units, description)
+
+    def describe(self) -> str:
+        """Return a table of the stages: modules, parameters, bytes, edges and ties."""
+        return describe(self.model, self.description)
+
+    def _stage(self, stage: int, poison: Collection[str] = ()) -> nn.Module:
+        found = self.description
+        if found.record is None:
+            return sequential_stage(self.model, found.layout[stage])
+        plan = Plan(found.record, found.flow, stage, len(found.layout))
+        return make_stage(self.model, self._units, plan, frozenset(found.held[stage]), poison=poison)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        expected = self._run(None, args, kwargs)
+        names = ["", *(name for stage in self.layout for name in stage), *self._units.glue]
+        result = self._run(names, args, kwargs)
+        difference = find_difference(result, expected)
+        if difference is None:
+            return
+        culprit = (
+            next((n for n in names if has_nan(self._run([n], args, kwargs))), None) if not has_nan(expected) else None
+        )
+        raise missed(culprit, difference)
+
+    def _run(self, poison: Collection[str] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _undisturbed(self.model, args, kwargs):
+            if poison is None:
+                return copy_tree(self.model)(*args, **kwargs)
+            modules = {stage: self._stage(stage, poison) for stage in range(len(self.layout))}
+            return run_stages(modules, self.edges, args, kwargs)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
+    with preserved_state(model, device):
+        yield
+
+
+def _build(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    built = model if isinstance(model, nn.Module) or not callable(model) else model()
+    if not isinstance(built, nn.Module):
+        raise SplitError(f"split needs an nn.Module, or a function that returns one, got {type(built).__name__}")
+    return built
+
+
+def _checked_example(example: Any) -> Example:
+    match example:
+        case (tuple(), dict()):
+            return example[0], example[1]
+    raise SplitError("example must be (args, kwargs), a tuple and a dict; write e.g. example=((x,), {})")
+
+
+def _copied(model: nn.Module, units: Units) -> tuple[nn.Module, Units]:
+    """Copy a model, whose forwards the probe changes; return the copy and its units."""
+    copy = copy_tree(model)
+    modules = dict(copy.named_modules(remove_duplicate=False))
+    return copy, units._replace(
+        units={name: modules[name] for name in units.units},
+        glue={name: modules[name] for name in units.glue},
+        containers={name: modules[name] for name in units.containers},
+    )
+
+
+def _describe(
+    model: nn.Module, units: Units, record: Record | None, layout: tuple[tuple[str, ...], ...]
+) -> Description:
+    count = len(layout)
+    stages_of = {unit: {stage} for stage, names in enumerate(layout) for unit in names}
+    if record is None:
+        flow = Flow(chain(count), (), (), {})
+    else:
+        flow = find_flow(record, layout, units.listed)
+        for call, stage in zip(record.calls, flow.stages, strict=True):
+            if not call.is_glue:
+                stages_of[call.unit].add(stage)
+    holdings = find_holdings(model, units, stages_of, flow.parameters, count)
+    called = {call.unit for call in record.calls} if record else set(units.units)
+    shared = dict.fromkeys(group_names(dict(model.named_parameters(remove_duplicate=False))).values())
+    return Description(
+        layout,
+        flow,
+        holdings.ties,
+        tuple(tuple(sorted(names)) for names in holdings.names),
+        record,
+        tuple(name for name in units.containers if name and name not in find_units(model).containers),
+        tuple(names for names in shared if len(names) > 1),
+        tuple(name for name in units.units if name not in called),
+        holdings.unread,
+    )

@@ -1,0 +1,309 @@
+"""Runs the forward of a model as one stage: its own units run, received values stand in for the others.
+
+The forward ends as soon as everything that the stage sends is known.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import SplitError
+from penstock.models.edges import leaf_of, name_of
+from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Leaf, Source, Value, dtype_of
+from penstock.models.sources import wrap_forward
+from penstock.models.values import actual_shape, describe_shape, dtype_name, leaves_of, tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.models.plan import Plan
+    from penstock.models.units import Units
+
+#: Keyword arguments that change what the forward returns, not what it computes.
+_HARMLESS: Final = frozenset({"return_dict"})
+
+
+class _Stop(BaseException):
+    """Ends a forward behind the last unit of a stage; not an Exception, which models may catch."""
+
+
+class _Run:
+    """The state of one forward of a stage."""
+
+    def __init__(self, received: dict[Source, torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        self.received = received
+        self.captured: dict[Source, torch.Tensor] = {}
+        self.next_call = 0
+        self.is_inside = False
+        self.inner_count: dict[tuple[int, str], int] = {}
+        self.dummies: dict[int, torch.Tensor] = {}
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+
+
+class StageForward:
+    """Runs the forward of a copied model as one stage."""
+
+    def __init__(self, model: nn.Module, plan: Plan, poison: frozenset[str]) -> None:
+        self._plan = plan
+        self._calls = plan.record.calls
+        self._received, self._sent = plan.received, set(plan.sent)
+        self._returned = plan.sent
+        self._end, self._unneeded = plan.end, plan.unneeded & _optional(model)
+        self._poison = poison
+        self._run: _Run | None = None
+        self._model = model
+        self._inner_modules: dict[str, nn.Module] = {}
+
+    def install(self, units: Units) -> None:
+        """Replace the forwards of the units, of glue that draws random numbers, and of the model."""
+        own = {
+            call.unit
+            for call, stage in zip(self._calls, self._plan.flow.stages, strict=True)
+            if stage == self._plan.stage
+        }
+        called = {call.unit for call in self._calls}
+        modules = dict(self._model.named_modules(remove_duplicate=False))
+        for name in dict.fromkeys(name for name in (*units.units, *units.glue) if name in called):
+            wrap_forward(modules[name], self._call, name)
+        for call in self._calls:
+            for inner in call.inner_calls:
+                if inner.module not in self._inner_modules:
+                    self._inner_modules[inner.module] = modules[inner.module]
+                    if call.unit in own or inner.module not in called:
+                        wrap_forward(modules[inner.module], self._inner, inner.module)
+        for call in self._calls:
+            if call.unit not in own and hasattr(modules[call.unit], "gradient_checkpointing"):
+                modules[call.unit].gradient_checkpointing = False
+        wrap_forward(self._model, self._forward)
+
+    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._run is not None:  # the model calls itself
+            return forward(*args, **kwargs)
+        received, args = self._accept(args)
+        self._check_keywords(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in self._unneeded}
+        run = self._run = _Run(received, [*received.values(), *tensors_of((args, kwargs))])
+        try:
+            if self._plan.stage:
+                args = self._positional(run)
+            result = forward(*args, **kwargs)
+        except _Stop:
+            result = None
+        finally:
+            self._run = None
+        return result if self._plan.stage == self._plan.stages - 1 else self._results(run, args)
+
+    def _accept(self, args: tuple[Any, ...]) -> tuple[dict[Source, torch.Tensor], tuple[Any, ...]]:
+        """Return the received values by source, and the model's own arguments."""
+        if not self._plan.stage:
+            return {}, args
+        if len(args) != len(self._received):
+            raise SplitError(
+                f"stage {self._plan.stage} takes {len(self._received)} values from other stages "
+                f"({', '.join(name_of(self._plan.record, value) for value in self._received)}), got {len(args)}"
+            )
+        return dict(zip(self._received, args, strict=True)), ()
+
+    def _check_keywords(self, kwargs: dict[str, Any]) -> None:
+        for name, value in kwargs.items():
+            is_known = name in self._plan.record.keywords or name in _HARMLESS or value is None or value is False
+            if not is_known and not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)):
+                raise SplitError(
+                    f"the keyword argument {name}={value!r} was not part of the example that the model was split with; "
+                    "split it again with example=(args, kwargs) that has it",
+                    unit=name,
+                )
+
+    def _positional(self, run: _Run) -> tuple[Any, ...]:
+        """Return the positional inputs: received, or dummies, since only the first stage gets them."""
+        return tuple(self._input(run, number, value) for number, value in enumerate(self._plan.record.positional))
+
+    def _input(self, run: _Run, number: int, value: Value) -> Any:
+        known = [torch.empty(leaf_of(self._plan.record, one).size, device="meta") for one in self._received]
+        leaves: list[Any] = []
+        tensors = 0
+        for leaf in value.leaves:
+            if leaf.kind != "tensor":
+                leaves.append(leaf.value if leaf.kind == "constant" else None)
+                continue
+            source = Source(INPUT, number, tensors, f"args[{number}]")
+            tensors += 1
+            shape = actual_shape(describe_shape(leaf.size, known), list(run.received.values()))
+            leaves.append(
+                run.received[source] if source in run.received else self._fill(run, leaf, shape, run.device, "")
+            )
+        return value.build(leaves)
+
+    def _call(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit of this stage, or stand in for another one."""
+        run = self._run
+        if run is None or run.is_inside:
+            return forward(*args, **kwargs)
+        number = run.next_call
+        self._check_order(number, name)
+        given = tensors_of((args, kwargs))
+        self._exchange_arguments(run, number, given)
+        if number >= self._end:
+            raise _Stop
+        run.next_call += 1
+        if self._plan.flow.stages[number] != self._plan.stage:
+            return self._stand_in(run, number, given)
+        run.is_inside = True
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            run.is_inside = False
+        if any(value.call == number and value.kind == OUTPUT for value in self._sent):
+            for leaf, tensor in enumerate(pytree.tree_leaves(result)):
+                self._capture(run, Source(OUTPUT, number, leaf), tensor)
+        return result
+
+    def _check_order(self, number: int, name: str) -> None:
+        expected = self._calls[number].unit if number < len(self._calls) else "nothing more"
+        if expected != name:
+            raise SplitError(
+                f"the model calls {name!r} where the probe has recorded {expected!r}; split it again with "
+                "example=(args, kwargs) like the ones it is called with, in the same mode",
+                unit=name,
+            )
+
+    def _exchange_arguments(self, run: _Run, number: int, given: list[torch.Tensor]) -> None:
+        """Take the arguments that are to be sent, and overwrite those that were received."""
+        for argument in self._calls[number].arguments:
+            source = Source(ARGUMENT, number, argument.leaf)
+            if source in self._sent:
+                self._capture(run, source, given[argument.leaf])
+            elif source in run.received:
+                self._overwrite(run, number, given[argument.leaf], run.received[source])
+
+    def _overwrite(self, run: _Run, number: int, dummy: torch.Tensor, value: torch.Tensor) -> None:
+        if dummy.shape != value.shape or dummy.dtype != value.dtype:
+            raise SplitError(
+                f"stage {self._plan.stage} received {dtype_name(value)}{list(value.shape)} for the input of "
+                f"{self._calls[number].unit!r}, but the code around it has {dtype_name(dummy)}{list(dummy.shape)}",
+                unit=self._calls[number].unit,
+            )
+        if dummy.requires_grad and not dummy._is_view():
+            dummy.detach_()
+        dummy.copy_(value)
+        run.dummies.pop(id(dummy), None)
+
+    def _capture(self, run: _Run, source: Source, value: torch.Tensor) -> None:
+        if source not in self._sent:
+            return
+        run.captured[source] = value
+
+    def _stand_in(self, run: _Run, number: int, given: list[torch.Tensor]) -> Any:
+        """Return what a unit of another stage would: received values, arguments it passes through, and dummies."""
+        call = self._calls[number]
+        self._show_inner(run, number, call, given)
+        leaves = [
+            run.received[source]
+            if (source := Source(OUTPUT, number, position)) in run.received
+            else self._leaf(run, leaf, given, call.unit)
+            for position, leaf in enumerate(call.value.leaves)
+        ]
+        return call.value.build(leaves)
+
+    def _leaf(self, run: _Run, leaf: Leaf, given: Sequence[torch.Tensor], unit: str) -> Any:
+        if leaf.kind == "constant":
+            return leaf.value
+        if leaf.kind == "passed":
+            return given[leaf.value]
+        if leaf.kind == "opaque":
+            return None
+        shape, dtype = actual_shape(leaf.shape, given), self._dtype(run, leaf)
+        for one in given:
+            if id(one) in run.dummies and list(one.shape) == shape and one.dtype == dtype:
+                return one
+        return self._fill(run, leaf, shape, given[0].device if given else run.device, unit)
+
+    def _fill(self, run: _Run, leaf: Leaf, shape: Sequence[int], device: torch.device, unit: str) -> torch.Tensor:
+        dtype = self._dtype(run, leaf)
+        is_poisoned = unit in self._poison and (dtype.is_floating_point or dtype.is_complex)
+        dummy = torch.full(tuple(shape), float("nan") if is_poisoned else 0, dtype=dtype, device=device)
+        if not self._poison:
+            run.dummies[id(dummy)] = dummy
+        return dummy
+
+    def _dtype(self, run: _Run, leaf: Leaf) -> torch.dtype:
+        """Return the element type of a dummy: the recorded one, unless the model has been converted since."""
+        return self._converted(run).get(leaf.dtype) or dtype_of(leaf.dtype)
+
+    def _converted(self, run: _Run) -> Mapping[str, torch.dtype]:
+        return {leaf_of(self._plan.record, source).dtype: value.dtype for source, value in run.received.items()}
+
+    def _inner(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take what a module inside a unit of this stage returns."""
+        run = self._run
+        result = forward(*args, **kwargs)
+        if run is None or not run.is_inside:
+            return result
+        number = run.next_call - 1
+        count = run.inner_count[number, name] = run.inner_count.get((number, name), -1) + 1
+        for position, inner in enumerate(self._calls[number].inner):
+            for module, occurrence, leaf in inner.places[:1]:
+                if module == name and occurrence == count:
+                    tensor = pytree.tree_leaves(result)[leaf]
+                    self._capture(run, Source(INNER, number, position), tensor)
+        return result
+
+    def _show_inner(self, run: _Run, number: int, call: Call, given: Sequence[torch.Tensor]) -> None:
+        """Call the modules whose outputs were received, so that hooks see these outputs."""
+        received = {
+            place: run.received[source]
+            for position, inner in enumerate(call.inner)
+            if (source := Source(INNER, number, position)) in run.received
+            for place in inner.places
+        }
+        for inner_call in call.inner_calls:
+            leaves = [
+                received.get((inner_call.module, inner_call.number, position), _MISSING)
+                for position in range(len(inner_call.value.leaves))
+            ]
+            if all(leaf is _MISSING for leaf in leaves):
+                continue
+            filled = [
+                self._leaf(run, inner_call.value.leaves[position], given, call.unit) if leaf is _MISSING else leaf
+                for position, leaf in enumerate(leaves)
+            ]
+            _call_with_result(self._inner_modules[inner_call.module], inner_call.value.build(filled))
+
+    def _results(self, run: _Run, args: tuple[Any, ...]) -> Any:
+        """Return the values to send, in order."""
+        values = []
+        for source in self._returned:
+            if source.kind == INPUT:
+                values.append(tensors_of(args[source.call])[source.leaf])
+            elif source not in run.captured:
+                raise SplitError(
+                    f"stage {self._plan.stage} has run without computing {name_of(self._plan.record, source)}; split "
+                    "the model again with example=(args, kwargs) like the ones it is called with"
+                )
+            else:
+                values.append(run.captured[source])
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+_MISSING: Final = object()
+
+
+def _call_with_result(module: nn.Module, result: Any) -> None:
+    """Call a module that returns this result, for the sake of its hooks."""
+    forward = module.forward
+    module.forward = lambda: result
+    try:
+        module()
+    finally:
+        module.forward = forward
+
+
+def _optional(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters of a forward that are None unless given."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.default is None)

@@ -1,0 +1,133 @@
+"""Describes what modules take and return: leaves, structure, and shapes in terms of the arguments' shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from penstock.errors import SplitError
+from penstock.models.record import Leaf, Value
+
+_CONSTANTS: Final = (type(None), bool, int, float, str)
+_DEEPEST: Final = 16
+
+
+def leaves_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
+    """Yield the leaves of a value, also of mappings and dataclasses that torch's trees do not open.
+
+    >>> list(leaves_of(((1, [2]), {"mask": 3})))
+    [1, 2, 3]
+    """
+    if isinstance(value, torch.Tensor) or not depth:
+        yield value
+    elif isinstance(value, Mapping):
+        for key in list(value):
+            yield from leaves_of(value[key], depth - 1)
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from leaves_of(one, depth - 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name, None), depth - 1)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a value, in order."""
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+
+
+def flatten(value: Any, owner: str) -> tuple[list[Any], str]:
+    """Return the leaves of what a module returned, and the structure as text."""
+    leaves, spec = pytree.tree_flatten(value)
+    if spec.is_leaf():
+        return leaves, ""
+    try:
+        return leaves, pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise SplitError(
+            f"{owner!r} returns a {type(value).__name__}, whose structure cannot be stored: {error}", unit=owner
+        ) from None
+
+
+def describe_leaf(leaf: Any, arguments: Sequence[torch.Tensor], passed: int | None) -> Leaf:
+    """Describe a leaf of what a module returned.
+
+    Args:
+        leaf: the leaf.
+        arguments: the tensors that the module was given.
+        passed: the number of the leaf among the arguments, if it is one of them.
+    """
+    if passed is not None:
+        return Leaf("passed", passed)
+    if isinstance(leaf, torch.Tensor):
+        return describe_tensor(leaf, arguments)
+    if type(leaf) in _CONSTANTS:
+        return Leaf("constant", leaf)
+    return Leaf("opaque", type(leaf).__name__)
+
+
+def describe_tensor(tensor: torch.Tensor, arguments: Sequence[torch.Tensor] = ()) -> Leaf:
+    """Describe a tensor, its shape by those of the arguments."""
+    shape = describe_shape(tensor.shape, arguments)
+    return Leaf("tensor", None, dtype_name(tensor), shape, tensor.requires_grad, tuple(tensor.shape))
+
+
+def describe_value(value: Any, arguments: Sequence[torch.Tensor], owner: str) -> Value:
+    """Describe a whole value that is not one of the arguments."""
+    leaves, spec = flatten(value, owner)
+    return Value(spec, tuple(describe_leaf(leaf, arguments, None) for leaf in leaves))
+
+
+def describe_shape(shape: Sequence[int], arguments: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Describe a shape by those of the arguments, so that it follows when their sizes change.
+
+    >>> ids, hidden = torch.zeros(2, 7), torch.zeros(2, 7, 16)
+    >>> describe_shape((2, 7, 16), [ids])
+    ((0, 0), (0, 1), (16,))
+    >>> describe_shape((14, 4), [hidden])
+    ((0, 0, 1), (4,))
+    """
+    return tuple(_describe_size(size, position, arguments) for position, size in enumerate(shape))
+
+
+def _describe_size(size: int, position: int, arguments: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    for number, argument in enumerate(arguments):
+        if position < argument.ndim and argument.shape[position] == size:
+            return (number, position)
+    for number, argument in enumerate(arguments):
+        if not position and argument.ndim > 1 and argument.shape[0] * argument.shape[1] == size:
+            return (number, 0, 1)
+    for number, argument in enumerate(arguments):
+        if size > 1 and list(argument.shape).count(size) == 1 and argument.shape[0] != size:
+            return (number, list(argument.shape).index(size))
+    return (size,)
+
+
+def actual_shape(shape: Sequence[Sequence[int]], arguments: Sequence[torch.Tensor]) -> list[int]:
+    """Return the shape that a description stands for, given the arguments."""
+    return [_actual_size(size, arguments) for size in shape]
+
+
+def _actual_size(size: Sequence[int], arguments: Sequence[torch.Tensor]) -> int:
+    if len(size) == 1:
+        return size[0]
+    argument, *dimensions = size
+    result = 1
+    for dimension in dimensions:
+        result *= arguments[argument].shape[dimension]
+    return result
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's element type.
+
+    >>> dtype_name(torch.zeros(1))
+    'float32'
+    """
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,201 @@
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from models.in_turn import Tied
+from penstock.errors import SplitError
+
+X = ((torch.ones(2, 4),), {})
+
+
+class Chain(nn.Module):
+    def __init__(self, count=3):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(count)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class SharedDictionary(Chain):
+    """The first layer stores a value that the last one reads."""
+
+    class Layer(nn.Linear):
+        def forward(self, x, store):
+            if "first" not in store:
+                store["first"] = x * 2
+            return super().forward(x) + store["first"]
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        store = {}
+        for layer in self.layers:
+            x = layer(x, store)
+        return x
+
+
+class Loop(Chain):
+    def forward(self, x):
+        for _ in range(3):
+            x = super().forward(x)
+        return x
+
+
+class Hidden(Chain):
+    """A later layer's input depends on an earlier one's output in a way that no operator shows."""
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        factor = float(first.detach().numpy().sum())
+        return self.layers[2](self.layers[1](x) * factor)
+
+
+class Locked(Chain):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].lock = threading.Lock()
+
+
+class Boxed(Chain):
+    class Box:
+        def __init__(self, value):
+            self.value = value
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return Boxed.Box(super().forward(x))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(4, 4) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).value
+        return x
+
+
+def names(*stages):
+    return [[f"layers.{number}" for number in stage] for stage in stages]
+
+
+ERRORS = {
+    "unknown name": (
+        Chain,
+        {"layout": [["layers.0", "layer.1"], ["layers.2"]]},
+        "unknown module 'layer.1' on stage 0; did you mean 'layers.1'",
+        "layer.1",
+    ),
+    "named twice": (Chain, {"layout": names([0, 1], [1, 2])}, "'layers.1' is named twice: on stages 0, 1", "layers.1"),
+    "left out": (Chain, {"layout": names([0], [2])}, "the layout leaves out layers.1", "layers.1"),
+    "backwards": (
+        Chain,
+        {"layout": names([1], [0, 2])},
+        "an edge would go backwards: 'layers.1' on stage 0 needs what 'layers.0' on stage 1 returns",
+        "layers.0",
+    ),
+    "too many stages": (Chain, {"stages": 4}, "4 stages need at least as many units, but the model has 3", None),
+    "side channel": (
+        SharedDictionary,
+        {"stages": 3},
+        "'layers.1' on stage 1 reads a value that 'layers.0' on stage 0 has stored instead of returning it",
+        "layers.0",
+    ),
+    "loop": (Loop, {"stages": 3}, "is called 3 times, in a loop", r"layers\.\d"),
+    "loop by name": (Loop, {"layout": names([0], [1, 2])}, "'layers.0' is called in a loop", "layers.0"),
+    "missed value": (Hidden, {"layout": names([0], [1], [2])}, "a stage reads a value of 'layers.0'", "layers.0"),
+    "state": (Locked, {"stages": 2}, "layers.1 has state that cannot be copied", "layers.1"),
+    "opaque": (Boxed, {"stages": 3}, "'layers.0' on stage 0 returns a Box", "layers.0"),
+    "ties of different shapes": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        {"stages": 2, "ties": [("0.weight", "1.weight")]},
+        "0.weight is float32[4, 4], but 1.weight is float32[2, 4]; tied parameters must be alike",
+        "1.weight",
+    ),
+    "unknown tie": (
+        Chain,
+        {"stages": 2, "ties": [("layers.0.weight", "layers.1.wieght")]},
+        "ties= names 'layers.1.wieght', which is no parameter; did you mean layers.1.weight",
+        "layers.1.wieght",
+    ),
+    "one name in a tie": (Chain, {"stages": 2, "ties": ["layers.0.weight"]}, "a tie is at least two names", None),
+    "neither": (Chain, {}, "pass either stages= or layout=", None),
+    "both": (Chain, {"stages": 2, "layout": [[]]}, "pass either stages= or layout=", None),
+    "example": (Chain, {"stages": 2, "example": (torch.ones(2, 4),)}, "example must be (args, kwargs)", None),
+    "bad example": (
+        Chain,
+        {"stages": 2, "example": ((torch.ones(2, 5),), {})},
+        "the model failed on the example",
+        None,
+    ),
+    "no model": (lambda: 3, {"stages": 2}, "split needs an nn.Module, or a function that returns one, got int", None),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_one_clear_error(case):
+    build, arguments, message, unit = ERRORS[case]
+    with pytest.raises(SplitError, match=re.escape(message)) as caught:
+        ps.split(build, **{"example": X} | arguments)
+    assert caught.value.unit is unit is None or re.fullmatch(unit, caught.value.unit)
+
+
+def test_a_loop_on_one_stage_is_fine():
+    class Ends(Loop):
+        def __init__(self):
+            super().__init__(2)
+            self.start, self.end = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.end(super().forward(self.start(x)))
+
+    split = ps.split(Ends(), layout=[["start"], ["layers"], ["end"]], example=X)
+    assert [str(edge) for edge in split.edges] == ["0>1 (start)", "1>2 (layers.1, call 3)"]
+
+
+def test_missed_values_are_found_again_by_check():
+    model = Hidden()
+    split = ps.split(model, layout=names([0], [1], [2]), example=X, check=False)
+    with pytest.raises(SplitError, match=re.escape("a stage reads a value of 'layers.0'")):
+        split.check(X)
+
+
+def test_calls_that_differ_from_the_probe():
+    class Optional(Chain):
+        def forward(self, x, skip=None, flag=False):
+            return self.layers[2](x if skip is not None else self.layers[1](self.layers[0](x)))
+
+    stages = ps.split(Optional(), stages=3, example=X).stages()
+    with pytest.raises(SplitError, match=r"the model calls 'layers\.2' where the probe has recorded 'layers\.0'"):
+        stages[0](torch.ones(2, 4), skip=torch.ones(1))
+    with pytest.raises(SplitError, match="flag=True was not part of the example"):
+        stages[0](torch.ones(2, 4), flag=True)
+    with pytest.raises(SplitError, match=re.escape("stage 1 takes 1 values from other stages (layers.0), got 2")):
+        stages[1](torch.ones(2, 4), torch.ones(2, 4))
+
+
+def test_a_description_of_another_model():
+    data = ps.split(Chain(), stages=2, example=X).to_json()
+    from penstock.models.split import Split
+
+    with pytest.raises(SplitError, match=r"does not fit the model; in only one of them are layers\.3"):
+        Split.from_json(Chain(4), data)
+    with pytest.raises(SplitError, match="this is not the description of a split"):
+        Split.from_json(Chain(), {})
+    with pytest.raises(SplitError, match="is damaged"):
+        Split.from_json(Chain(), {name: value for name, value in data.items() if name != "edges"})
+    with pytest.raises(SplitError, match="has version 2"):
+        Split.from_json(Chain(), data | {"version": 2})
+
+
+def test_tied_models_have_all_modules():
+    assert sum(len(stage) for stage in ps.split(Tied(), stages=2, example=((torch.ones(1, 2).long(),), {})).layout) == 5
