@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.execution.autograd import is_lazy
-from penstock.pipelining._stage.compute import is_unmodified, of_one_kind
+from penstock.pipelining._stage.compute import is_unmodified
+from penstock.pipelining._stage.gradients import of_one_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -29,7 +29,7 @@ from penstock.pipelining._engine.operations import reduction, scaling
 from penstock.pipelining._engine.stage_ends import StageInputs, StageLoss
 from penstock.pipelining._engine.stage_links import links_of
 from penstock.pipelining._schedule.actions import _get_profiler_function_name
-from penstock.pipelining._stage.compute import detach_in_place
+from penstock.pipelining._stage.gradients import detach_in_place
 from penstock.pipelining._stage.group_channel import GroupChannel
 
 if TYPE_CHECKING:

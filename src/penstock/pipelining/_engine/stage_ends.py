@@ -9,7 +9,8 @@ import torch
 
 from penstock.execution.autograd import gradient_edge
 from penstock.execution.links import LastEnd
-from penstock.pipelining._stage.compute import flat, kept_gradients
+from penstock.pipelining._stage.forward import flat
+from penstock.pipelining._stage.gradients import kept_gradients
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
 
 if TYPE_CHECKING:

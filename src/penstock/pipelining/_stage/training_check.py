@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from penstock.pipelining._stage.gradients import needs_gradient
 from penstock.pipelining._stage.messages import StageMessages
 from penstock.pipelining._utils import InferenceMode, flatten_args
 
@@ -116,11 +117,6 @@ class TrainingCheck(StageMessages):
         if not self._trains_nothing or self._allows_untrained or self._training_steps > 1:
             return False
         return _leaves_of(loss) <= {id(value) for value in received}
-
-
-def needs_gradient(value: Any) -> bool:
-    """Whether a value is a tensor that requires a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
