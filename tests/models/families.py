@@ -19,7 +19,15 @@ FAMILIES = {
     "t5": (
         "T5ForConditionalGeneration",
         "T5Config",
-        {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "vocab_size": 96},
+        {
+            "d_model": 32,
+            "d_kv": 16,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 2,
+            "vocab_size": 96,
+            "decoder_start_token_id": 0,
+        },
     ),
     "mamba": (
         "MambaForCausalLM",
