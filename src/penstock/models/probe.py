@@ -30,7 +30,7 @@ from penstock.models.record import (
     Value,
 )
 from penstock.models.sources import Sources, SourceTracker, wrap_forward
-from penstock.models.values import describe_leaf, describe_tensor, describe_value, flatten, tensors_of
+from penstock.models.values import arguments_of, describe_leaf, describe_tensor, describe_value, flatten, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -70,6 +70,7 @@ class _Call:
 
     unit: str
     is_glue: bool
+    paths: tuple[str, ...]
     given: list[torch.Tensor]
     feeds: set[Source]
     arguments: list[Argument] = field(default_factory=list)
@@ -165,7 +166,8 @@ class _Probe:
         self, forward: Callable[..., Any], name: str, is_glue: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tracker, number = self._tracker, len(self._calls)
-        call = _Call(name, is_glue, tensors_of((args, kwargs)), set())
+        given = {path: leaf for path, leaf in arguments_of(args, kwargs).items() if isinstance(leaf, torch.Tensor)}
+        call = _Call(name, is_glue, tuple(given), list(given.values()), set())
         self._calls.append(call)
         for leaf, tensor in enumerate(call.given):
             self._enter(call, number, leaf, tensor)
@@ -285,6 +287,7 @@ def _finished(
             for place, result in call.inner_calls.items()
             if place in places
         ),
+        call.paths,
     )
 
 

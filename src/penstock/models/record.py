@@ -124,6 +124,7 @@ class Call(NamedTuple):
         arguments: its arguments with several sources.
         inner: outputs of modules in it that are needed outside.
         inner_calls: the calls that returned these, in the order in which they ended.
+        given: where in the arguments its tensors were; other fields refer to them by their position here.
     """
 
     unit: str
@@ -133,6 +134,7 @@ class Call(NamedTuple):
     arguments: tuple[Argument, ...] = ()
     inner: tuple[Inner, ...] = ()
     inner_calls: tuple[InnerCall, ...] = ()
+    given: tuple[str, ...] = ()
 
 
 class Record(NamedTuple):
@@ -212,7 +214,7 @@ def _read_value(data: Any) -> Value:
 
 
 def _read_call(data: Any) -> Call:
-    unit, is_glue, value, feeds, arguments, inner, inner_calls = data
+    unit, is_glue, value, feeds, arguments, inner, inner_calls, given = data
     return Call(
         unit,
         is_glue,
@@ -223,4 +225,5 @@ def _read_call(data: Any) -> Call:
             Inner(tuple((name, number, leaf) for name, number, leaf in places), _read_leaf(t)) for places, t in inner
         ),
         tuple(InnerCall(module, number, _read_value(value)) for module, number, value in inner_calls),
+        tuple(given),
     )

@@ -16,7 +16,7 @@ from penstock.errors import SplitError
 from penstock.models.edges import leaf_of, name_of
 from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Leaf, Source, Value, dtype_of
 from penstock.models.sources import wrap_forward
-from penstock.models.values import actual_shape, describe_shape, dtype_name, leaves_of, tensors_of
+from penstock.models.values import actual_shape, arguments_of, describe_shape, dtype_name, leaves_of, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 #: Keyword arguments that change what the forward returns, not what it computes.
 _HARMLESS: Final = frozenset({"return_dict"})
+
+
+_AGAIN: Final = "split the model again with example=(args, kwargs) like the ones it is called with"
 
 
 class _Stop(BaseException):
@@ -133,7 +136,7 @@ class StageForward:
                 continue
             source = Source(INPUT, number, tensors, f"args[{number}]")
             tensors += 1
-            shape = actual_shape(describe_shape(leaf.size, known), list(run.received.values()))
+            shape = actual_shape(leaf, list(run.received.values()), describe_shape(leaf.size, known))
             leaves.append(
                 run.received[source] if source in run.received else self._fill(run, leaf, shape, run.device, "")
             )
@@ -146,7 +149,8 @@ class StageForward:
             return forward(*args, **kwargs)
         number = run.next_call
         self._check_order(number, name)
-        given = tensors_of((args, kwargs))
+        found = arguments_of(args, kwargs)
+        given = [found.get(path) for path in self._calls[number].given] if number < len(self._calls) else []
         self._exchange_arguments(run, number, given)
         if number >= self._end:
             raise _Stop
@@ -167,18 +171,17 @@ class StageForward:
         expected = self._calls[number].unit if number < len(self._calls) else "nothing more"
         if expected != name:
             raise SplitError(
-                f"the model calls {name!r} where the probe has recorded {expected!r}; split it again with "
-                "example=(args, kwargs) like the ones it is called with, in the same mode",
+                f"the model calls {name!r} where the probe has recorded {expected!r}; {_AGAIN}, in the same mode",
                 unit=name,
             )
 
-    def _exchange_arguments(self, run: _Run, number: int, given: list[torch.Tensor]) -> None:
+    def _exchange_arguments(self, run: _Run, number: int, given: list[Any]) -> None:
         """Take the arguments that are to be sent, and overwrite those that were received."""
         for argument in self._calls[number].arguments:
             source = Source(ARGUMENT, number, argument.leaf)
             if source in self._sent:
                 self._capture(run, source, given[argument.leaf])
-            elif source in run.received:
+            elif source in run.received and isinstance(given[argument.leaf], torch.Tensor):
                 self._overwrite(run, number, given[argument.leaf], run.received[source])
 
     def _overwrite(self, run: _Run, number: int, dummy: torch.Tensor, value: torch.Tensor) -> None:
@@ -193,12 +196,23 @@ class StageForward:
         dummy.copy_(value)
         run.dummies.pop(id(dummy), None)
 
-    def _capture(self, run: _Run, source: Source, value: torch.Tensor) -> None:
+    def _capture(self, run: _Run, source: Source, value: Any) -> None:
         if source not in self._sent:
             return
+        name = name_of(self._plan.record, source)
+        if not isinstance(value, torch.Tensor):
+            raise SplitError(
+                f"{name} is a {type(value).__name__} now, but was a tensor in the probe; {_AGAIN}", unit=name
+            )
+        if value.requires_grad and not leaf_of(self._plan.record, source).gradient:
+            raise SplitError(
+                f"{name} requires a gradient now, but did not in the probe (were parameters frozen then?); split the "
+                "model again",
+                unit=name,
+            )
         run.captured[source] = value
 
-    def _stand_in(self, run: _Run, number: int, given: list[torch.Tensor]) -> Any:
+    def _stand_in(self, run: _Run, number: int, given: list[Any]) -> Any:
         """Return what a unit of another stage would: received values, arguments it passes through, and dummies."""
         call = self._calls[number]
         self._show_inner(run, number, call, given)
@@ -210,18 +224,19 @@ class StageForward:
         ]
         return call.value.build(leaves)
 
-    def _leaf(self, run: _Run, leaf: Leaf, given: Sequence[torch.Tensor], unit: str) -> Any:
+    def _leaf(self, run: _Run, leaf: Leaf, given: Sequence[Any], unit: str) -> Any:
         if leaf.kind == "constant":
             return leaf.value
         if leaf.kind == "passed":
             return given[leaf.value]
         if leaf.kind == "opaque":
             return None
-        shape, dtype = actual_shape(leaf.shape, given), self._dtype(run, leaf)
+        shape, dtype = actual_shape(leaf, given), self._dtype(run, leaf)
+        device = next((one.device for one in given if isinstance(one, torch.Tensor)), run.device)
         for one in given:
             if id(one) in run.dummies and list(one.shape) == shape and one.dtype == dtype:
                 return one
-        return self._fill(run, leaf, shape, given[0].device if given else run.device, unit)
+        return self._fill(run, leaf, shape, device, unit)
 
     def _fill(self, run: _Run, leaf: Leaf, shape: Sequence[int], device: torch.device, unit: str) -> torch.Tensor:
         dtype = self._dtype(run, leaf)
@@ -253,7 +268,7 @@ class StageForward:
                     self._capture(run, Source(INNER, number, position), tensor)
         return result
 
-    def _show_inner(self, run: _Run, number: int, call: Call, given: Sequence[torch.Tensor]) -> None:
+    def _show_inner(self, run: _Run, number: int, call: Call, given: Sequence[Any]) -> None:
         """Call the modules whose outputs were received, so that hooks see these outputs."""
         received = {
             place: run.received[source]
@@ -282,8 +297,7 @@ class StageForward:
                 values.append(tensors_of(args[source.call])[source.leaf])
             elif source not in run.captured:
                 raise SplitError(
-                    f"stage {self._plan.stage} has run without computing {name_of(self._plan.record, source)}; split "
-                    "the model again with example=(args, kwargs) like the ones it is called with"
+                    f"stage {self._plan.stage} has run without computing {name_of(self._plan.record, source)}; {_AGAIN}"
                 )
             else:
                 values.append(run.captured[source])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -22,19 +23,39 @@ def leaves_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     >>> list(leaves_of(((1, [2]), {"mask": 3})))
     [1, 2, 3]
     """
+    found: dict[str, Any] = {}
+    _collect(value, "", found, depth)
+    yield from found.values()
+
+
+def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a call's arguments by where they are, so that others may come and go.
+
+    >>> arguments_of((1, [2]), {"mask": {"full": None}})
+    {'0': 1, '1.0': 2, 'mask.full': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in (*((str(number), value) for number, value in enumerate(args)), *kwargs.items()):
+        _collect(value, name, found, _DEEPEST)
+    return found
+
+
+def _collect(value: Any, path: str, found: dict[str, Any], depth: int) -> None:
+    inner: Iterable[tuple[Any, Any]]
     if isinstance(value, torch.Tensor) or not depth:
-        yield value
+        inner = ()
     elif isinstance(value, Mapping):
-        for key in list(value):
-            yield from leaves_of(value[key], depth - 1)
+        inner = [(key, value[key]) for key in list(value)]
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from leaves_of(one, depth - 1)
+        inner = enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves_of(getattr(value, field.name, None), depth - 1)
+        inner = [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
     else:
-        yield value
+        inner = ()
+    found.setdefault(path, value)
+    for key, one in inner:
+        found.pop(path, None)
+        _collect(one, f"{path}.{key}", found, depth - 1)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -109,19 +130,19 @@ def _describe_size(size: int, position: int, arguments: Sequence[torch.Tensor]) 
     return (size,)
 
 
-def actual_shape(shape: Sequence[Sequence[int]], arguments: Sequence[torch.Tensor]) -> list[int]:
-    """Return the shape that a description stands for, given the arguments."""
-    return [_actual_size(size, arguments) for size in shape]
+def actual_shape(leaf: Leaf, arguments: Sequence[Any], shape: Sequence[Sequence[int]] | None = None) -> list[int]:
+    """Return the shape of a tensor that was described, given the arguments; the recorded size where one is missing."""
+    shape = leaf.shape if shape is None else shape
+    return [_actual_size(size, recorded, arguments) for size, recorded in zip(shape, leaf.size, strict=True)]
 
 
-def _actual_size(size: Sequence[int], arguments: Sequence[torch.Tensor]) -> int:
+def _actual_size(size: Sequence[int], recorded: int, arguments: Sequence[Any]) -> int:
     if len(size) == 1:
         return size[0]
     argument, *dimensions = size
-    result = 1
-    for dimension in dimensions:
-        result *= arguments[argument].shape[dimension]
-    return result
+    if not isinstance(arguments[argument], torch.Tensor) or arguments[argument].ndim <= max(dimensions):
+        return recorded
+    return prod(arguments[argument].shape[dimension] for dimension in dimensions)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
