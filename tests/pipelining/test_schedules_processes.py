@@ -47,7 +47,7 @@ def its_own_modes(schedules_from, stages_from):
     """Stages compare with the values of their own package, and torch's schedules ask for their own class."""
     modes = importlib.import_module(f"{stages_from}._utils").InferenceMode
     kind = importlib.import_module(f"{stages_from}.stage").PipelineStage
-    ours = importlib.import_module("penstock.pipelining._schedule.base")
+    ours = importlib.import_module("penstock.pipelining._schedule.preparation")
     theirs = importlib.import_module(f"{UPSTREAM}.schedules")
     with (
         mock.patch.object(ours, "InferenceMode", modes),

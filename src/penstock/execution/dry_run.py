@@ -16,6 +16,7 @@ from penstock.execution.autograd import is_inplace_on_leaf
 from penstock.execution.preserved_state import copy_as_leaves, preserved_state
 from penstock.execution.shared_memory import Kin, find_groups, has_memory
 from penstock.execution.trees import tensors_in
+from penstock.execution.value_spec import describe_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -121,7 +122,7 @@ def _run(stage: Stage, call: Call) -> tuple[Any, Call]:
 
 
 def _failure(stage: Stage, call: Call, error: Exception) -> StageError:
-    given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(call.args))
+    given = ", ".join(map(describe_tensor, tensors_in(call.args)))
     message = f"stage {stage.index} failed in the dry run that finds shapes, with inputs {given or '(no tensors)'}"
     by_name = stage.index == 0 and isinstance(error, TypeError) and "positional argument" in str(error)
     hint = "; pass a target by its name: step(x, target=y)" if by_name else ""

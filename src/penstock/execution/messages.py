@@ -9,12 +9,17 @@ from penstock.ir.dependencies import TRANSFERS, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any, TypeVar
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from penstock.ir.actions import ComputationType
     from penstock.ir.edges import Link
 
     #: The number of each link, by its source and its target.
     LinkNumbers = Mapping[tuple[int, int], int]
+    Numbers = TypeVar("Numbers", int, NDArray[np.signedinteger[Any]])
 
 _BY_SEND: Final[Mapping[ComputationType, Transfer]] = {transfer.send: transfer for transfer in TRANSFERS}
 _BY_RECEIVE: Final[Mapping[ComputationType, Transfer]] = {transfer.receive: transfer for transfer in TRANSFERS}
@@ -55,8 +60,8 @@ class Message(NamedTuple):
         return message_key(number, self.microbatch, microbatches, TRANSFERS.index(self.transfer))
 
 
-def message_key(link: int, microbatch: int, microbatches: int, direction: int) -> int:
-    """Number a message by its link; activations (0) and gradients (1) alternate.
+def message_key(link: Numbers, microbatch: Numbers, microbatches: int, direction: int) -> Numbers:
+    """Number a message by its link, or many, in arrays; activations (0) and gradients (1) alternate.
 
     >>> message_key(link=2, microbatch=5, microbatches=8, direction=1)
     43

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from penstock.execution.messages import number_links, sent_by
+from penstock.execution.messages import message_key, number_links, sent_by
 from penstock.graph.action_table import NONE, ActionTable
 from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.ir import packed
@@ -163,7 +163,7 @@ def _messages(table: ActionTable) -> _Messages:
             used = table.first_table(transfer.needed_by)[slots + offset]
             is_whole = (link != NONE) & (received != NONE) & (used != NONE)
             whole = (is_whole & (table.rank[received] == table.rank[used])).nonzero()[0]
-            key = 2 * (link[whole] * table.microbatches + microbatch[whole]) + direction
+            key = message_key(link[whole], microbatch[whole], table.microbatches, direction)
             places = [each[whole] for each in (sent, received, used)]
             cells = (table.cell[each].astype(np.int64) for each in places)
             found.append((key, table.rank[places[0]], table.rank[places[1]], *cells))

@@ -11,6 +11,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.errors import SplitError
+from penstock.execution.value_spec import describe_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -99,9 +100,6 @@ def describe_mismatch(parameters: Mapping[Any, torch.Tensor]) -> str | None:
     (first, one), *others = parameters.items()
     for member, other in others:
         if tuple(one.shape) != tuple(other.shape) or one.dtype != other.dtype:
-            return f"{first} is {_described(one)}, but {member} is {_described(other)}; tied parameters must be alike"
+            found = f"{first} is {describe_tensor(one)}, but {member} is {describe_tensor(other)}"
+            return f"{found}; tied parameters must be alike"
     return None
-
-
-def _described(parameter: torch.Tensor) -> str:
-    return f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"

@@ -95,7 +95,7 @@ class TensorSpec:
         return self.empty(tensor.device).copy_(tensor.detach())
 
     def __str__(self) -> str:
-        return f"{_name(self.dtype)}{list(self.shape)}"
+        return describe_tensor(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,5 +286,10 @@ def _refuse_unsupported(tensor: torch.Tensor) -> None:
         raise MetadataError(f"a {type(tensor).__qualname__} cannot be sent between stages; pass the tensors in it")
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def describe_tensor(tensor: TensorSpec | torch.Tensor) -> str:
+    """Describe any tensor in words, also one that could not be sent.
+
+    >>> describe_tensor(torch.zeros(4, 128))
+    'float32[4, 128]'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

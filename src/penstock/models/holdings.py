@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import SplitError
 from penstock.execution.ties import Tie, near_matches
+from penstock.execution.value_spec import describe_tensor
 from penstock.models.units import names_of
 
 if TYPE_CHECKING:
@@ -112,12 +113,9 @@ def _mismatch(parameters: Sequence[tuple[str, torch.Tensor]]) -> str | None:
     (first, one), *others = parameters
     for name, other in others:
         if one.shape != other.shape or one.dtype != other.dtype:
-            return f"{first} is {_described(one)}, but {name} is {_described(other)}; tied parameters must be alike"
+            found = f"{first} is {describe_tensor(one)}, but {name} is {describe_tensor(other)}"
+            return f"{found}; tied parameters must be alike"
     return None
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockError, StepError
 from penstock.execution.autograd import is_inplace_on_leaf
+from penstock.execution.value_spec import describe_tensor
 from penstock.ir.actions import FORWARD
 from penstock.runtime.transport.failure_messages import step_error
 from penstock.runtime.transport.protocol import Failure
@@ -110,12 +111,9 @@ def _operands(action: Action, step: Step | None) -> list[str]:
     tensors = _tensors(value)
     if part not in action.parts or not tensors:  # an error of another action, which a custom function has caught
         return []
-    return [f"{'inputs' if part.computation_type is FORWARD else 'gradients'} {', '.join(map(_shape, tensors))}"]
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    """In any kind of tensor, also one that could not be sent."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return [
+        f"{'inputs' if part.computation_type is FORWARD else 'gradients'} {', '.join(map(describe_tensor, tensors))}"
+    ]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import MicrobatchError
 from penstock.execution.microbatches.spec_tree import SpecTree, flatten, split_dim, splitter_for
 from penstock.execution.microbatches.specs import Microbatches, Replicate, Spec
+from penstock.execution.value_spec import describe_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,6 +100,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def _short(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return describe_tensor(value)
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

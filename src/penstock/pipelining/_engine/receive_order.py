@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
-from penstock.ir.dependencies import TRANSFERS
+from penstock.execution.messages import received_by, sent_by
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.ir.actions import ComputationType
+    from penstock.execution.messages import Message
     from penstock.pipelining._schedule.rows import LoweredRows
-
-    Message = tuple[int, ComputationType, int | None]
-
-_BY_SEND = {transfer.send: transfer for transfer in TRANSFERS}
-_BY_RECEIVE = {transfer.receive: transfer for transfer in TRANSFERS}
 
 
 def in_order_of_sends(rows: LoweredRows, rank_of: Mapping[int, int]) -> LoweredRows:
@@ -27,17 +22,17 @@ def in_order_of_sends(rows: LoweredRows, rank_of: Mapping[int, int]) -> LoweredR
     sent = _sent(rows, rank_of)
     ordered: LoweredRows = {}
     for rank, row in rows.items():
-        receives = {action[:3]: action for action in row if action.computation_type in _BY_RECEIVE}
+        receives = {message: action for action in row if (message := received_by(action)) is not None}
         posted: set[Message] = set()
         ordered[rank] = []
         for action in row:
-            transfer = _BY_RECEIVE.get(action.computation_type)
-            if transfer is None:
+            wanted = received_by(action)
+            if wanted is None:
                 ordered[rank].append(action)
                 continue
-            waiting = sent[rank_of[action.stage_index - transfer.stage_offset], rank]
-            while action[:3] not in posted:
-                message = waiting.popleft() if waiting else action[:3]
+            waiting = sent[rank_of[wanted.source], rank]
+            while wanted not in posted:
+                message = waiting.popleft() if waiting else wanted
                 if message in receives:
                     posted.add(message)
                     ordered[rank].append(receives[message])
@@ -45,11 +40,9 @@ def in_order_of_sends(rows: LoweredRows, rank_of: Mapping[int, int]) -> LoweredR
 
 
 def _sent(rows: LoweredRows, rank_of: Mapping[int, int]) -> dict[tuple[int, int], deque[Message]]:
-    """By sender and receiver, what is received of what is sent, in order."""
+    """List what is sent, in order, by sender and receiver."""
     sent: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
     for rank, row in rows.items():
-        for action in row:
-            if (transfer := _BY_SEND.get(action.computation_type)) is not None:
-                stage = action.stage_index + transfer.stage_offset
-                sent[rank, rank_of[stage]].append((stage, transfer.receive, action.microbatch_index))
+        for message in filter(None, map(sent_by, row)):
+            sent[rank, rank_of[message.target]].append(message)
     return sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.execution.value_spec import TensorSpec, as_wire
+from penstock.execution.value_spec import TensorSpec, as_wire, describe_tensor
 from penstock.pipelining._utils import PipeliningMetadataError, TensorMeta
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ def to_wire(tensor: torch.Tensor, spec: TensorSpec, what: str) -> torch.Tensor:
     """The memory of a tensor as it is sent; an error that says what it is if it does not match its spec."""
     if not spec.matches(tensor, gradients=False):
         differs = "shape" if tensor.shape != spec.shape else "dtype"
-        found = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         raise PipeliningMetadataError(
-            f"{what}: {differs} mismatch: it is {found}, but {spec} was agreed in the first step of its kind; "
-            "use the same size for all batches, e.g. drop or pad the last one of an epoch"
+            f"{what}: {differs} mismatch: it is {describe_tensor(tensor)}, but {spec} was agreed in the first step of "
+            "its kind; use the same size for all batches, e.g. drop or pad the last one of an epoch"
         )
     return as_wire(spec.to_layout(tensor))

@@ -13,6 +13,7 @@ from penstock.errors import MetadataError, StageError
 from penstock.execution.distributed_tensors import describe_sharding, local_part
 from penstock.execution.parameter_names import ParameterPlace, places_by_name, replace_parameter
 from penstock.execution.ties import Member, Tie
+from penstock.execution.value_spec import describe_tensor
 from penstock.runtime.ties.digests import digest
 from penstock.runtime.ties.given import find_ties
 
@@ -172,7 +173,7 @@ def _describe_members(
             found.append(
                 MemberSpec(
                     *member,
-                    kind=f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}",
+                    kind=describe_tensor(parameter),
                     sharding=describe_sharding(parameter),
                     replicated=stage.parallel is not None,
                     trained=parameter.requires_grad,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.errors import MetadataError
+from penstock.execution.value_spec import describe_tensor
 
 if TYPE_CHECKING:
     from penstock.graph.comm_model import CommModel
@@ -159,14 +160,10 @@ def _copy(sent: torch.Tensor, receive: PostedTransfer) -> MetadataError | None:
     assert target is not None
     if sent.shape != target.shape or sent.dtype != target.dtype:
         receive.error = MetadataError(
-            f"rank {receive.peer} sent {_describe(sent)}, but rank {receive.rank} expects {_describe(target)}"
-            f" in {receive.label} (tag {receive.tag})"
+            f"rank {receive.peer} sent {describe_tensor(sent)}, but rank {receive.rank} expects "
+            f"{describe_tensor(target)} in {receive.label} (tag {receive.tag})"
         )
         return receive.error
     with torch.inference_mode(target.is_inference()), torch.no_grad():
         target.copy_(sent)
     return None
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
