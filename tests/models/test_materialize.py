@@ -412,8 +412,8 @@ def test_new_tensors_go_to_the_device():
         (Inits, ["rawr"], {}, r"has no parameter or buffer 'rawr'; did you mean 'raw'\?"),
         (Inits(), ["rawr", "zzz"], {}, r"has no parameter or buffer 'rawr', and 1 more; did you mean 'raw'\?"),
         (Inits, ["raw"], {"init": "exactly"}, "unknown init 'exactly'; use 'exact', 'per_name'"),
-        ("Inits", ["raw"], {}, "expected a model or a callable that builds one, got str"),
-        (lambda: 3, ["raw"], {}, r"the callable must return a torch.nn.Module, got int"),
+        ("Inits", ["raw"], {}, "split needs an nn.Module, or a function that returns one, got str"),
+        (lambda: 3, ["raw"], {}, "split needs an nn.Module, or a function that returns one, got int"),
     ],
 )
 def test_mistakes_are_named(source, names, options, message):

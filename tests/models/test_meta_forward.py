@@ -80,7 +80,7 @@ def test_an_operator_that_needs_values_is_named():
         model = Deciding()
     with (
         MetaForward(),
-        pytest.raises(SplitError, match=r"aten._local_scalar_dense.* needs values .*; pass a model that"),
+        pytest.raises(SplitError, match=r"aten._local_scalar_dense.* needs the values of a parameter; pass"),
     ):
         model(torch.ones(2, 3), torch.tensor(0.0))
 
@@ -88,5 +88,5 @@ def test_an_operator_that_needs_values_is_named():
 def test_a_mistake_in_the_model_is_shown():
     with torch.device("meta"):
         model = Model()
-    with MetaForward(), pytest.raises(SplitError, match=r"mat1 and mat2 shapes cannot be multiplied|must have same"):
+    with MetaForward(), pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied|must have same"):
         model(torch.ones(2, 5), torch.tensor(0.0))

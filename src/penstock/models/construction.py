@@ -10,9 +10,6 @@ which name.
 
 from __future__ import annotations
 
-import random
-import sys
-import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SplitError
+from penstock.execution.preserved_state import RNG_LOCK, preserved_random_state
 from penstock.models.registrations import Registrar, Survey, names_by_tensor, observe_registrations
 from penstock.models.released_memory import LostValueError, OtherRegistrationError, ReleasedMemory
 
@@ -28,11 +26,9 @@ if TYPE_CHECKING:
 
 #: After this many runs, everything is kept.
 _RUNS: Final = 4
-# All threads draw from the same generator.
-_LOCK: Final = threading.RLock()
 
 
-def survey(build: Callable[[], nn.Module], *, seed: int = 0, on_meta: bool = True) -> Survey:
+def survey(build: Callable[[], nn.Module], *, seed: int | Tensor = 0, on_meta: bool = True) -> Survey:
     """Learn what a constructor registers; for real if it does not run on the meta device."""
     registrar = Registrar()
     place = torch.device("meta") if on_meta else nullcontext()
@@ -48,14 +44,15 @@ def survey(build: Callable[[], nn.Module], *, seed: int = 0, on_meta: bool = Tru
 
 
 def construct(
-    build: Callable[[], nn.Module], wanted: Callable[[Survey], set[str]], *, seed: int, per_name: bool = False
+    build: Callable[[], nn.Module], wanted: Callable[[Survey], set[str]], *, seed: int | Tensor, per_name: bool = False
 ) -> nn.Module:
     """Build the model with the wanted tensors only; the others are on the meta device afterwards.
 
     Args:
         build: the constructor.
         wanted: given what the constructor registers, returns the names of the tensors to keep.
-        seed: what the random generator is seeded with before the constructor runs.
+        seed: what the random generator is seeded with before the constructor runs, or its state; ``per_name`` takes no
+            state.
         per_name: whether the random numbers of each tensor come from a generator seeded from ``seed`` and its name.
             The numbers of other tensors need not be drawn then.
     """
@@ -65,7 +62,9 @@ def construct(
         keep = {number for number, called in enumerate(known.names) if names & set(called)} | kept
         if run == _RUNS:
             keep = set(range(len(known.registrations)))
-        memory = ReleasedMemory(keep, known, seed=seed if per_name else None, skip=per_name and not kept)
+        memory = ReleasedMemory(
+            keep, known, seed=seed if per_name and isinstance(seed, int) else None, skip=per_name and not kept
+        )
         try:
             with seeded(seed), memory, observe_registrations(memory.observe):
                 model = checked_model(build())
@@ -84,24 +83,21 @@ def construct(
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seed torch's generators, and leave those of torch, Python and NumPy as they were."""
-    numpy = sys.modules.get("numpy")
-    with _LOCK, torch.random.fork_rng():
-        python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy:
-                numpy.random.set_state(numpy_state)
+def seeded(seed: int | Tensor) -> Iterator[None]:
+    """Seed torch's generators, or set the state of the CPU's; afterwards those of all libraries are as before."""
+    devices = [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
+    with RNG_LOCK, preserved_random_state(devices):
+        if isinstance(seed, Tensor):
+            torch.set_rng_state(seed)
+        else:
+            torch.manual_seed(seed)
+        yield
 
 
 def checked_model(model: object) -> nn.Module:
-    """Return what a callable has built, or raise ``SplitError`` unless it is a module."""
+    """Return what was passed or built, or raise ``SplitError`` unless it is a module."""
     if not isinstance(model, nn.Module):
-        raise SplitError(f"the callable must return a torch.nn.Module, got {type(model).__name__}")
+        raise SplitError(f"split needs an nn.Module, or a function that returns one, got {type(model).__name__}")
     return model
 
 

@@ -71,6 +71,21 @@ def find_holdings(
     return Holdings(tuple(map(frozenset, names)), _find_ties(model, names), unread)
 
 
+def part_names(model: nn.Module, units: Units, held: Iterable[Iterable[str]], groups: Iterable[set[str]]) -> set[str]:
+    """Return the names of all tensors that some stages need: what they hold, its ties, and the buffers of glue."""
+    names = set().union(*held)
+    for group in groups:
+        names |= group if names & group else set()
+    placed = {part for module in units.units.values() for part in module.modules()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if module not in placed:
+            names |= {
+                f"{name}.{short}" if name else short for short, value in module._buffers.items() if value is not None
+            }
+    present = {name for name, _ in _named_tensors(model)}
+    return names & present
+
+
 def group_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
     """Return, for each name, all names of the same tensor."""
     by_identity: dict[int, list[str]] = {}

@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-def initialize(model: nn.Module, names: set[str], *, seed: int, device: torch.device | str) -> dict[str, Tensor]:
+def initialize(
+    model: nn.Module, names: set[str], *, seed: int | Tensor, device: torch.device | str
+) -> dict[str, Tensor]:
     """Return the named parameters and buffers, newly made and initialised; the model is left alone.
 
     Raises:
         SplitError: if no function of the model initialises one of them, or one does not run on the meta device.
     """
     scratch, made = _scratch(model, names, device)
-    draws = NamedDraws(seed)
+    draws = NamedDraws(seed if isinstance(seed, int) else 0)
     for called in names_by_tensor(model).values():
         if (tensor := made.get(called[0])) is not None:
             draws.name(tensor, called[0])

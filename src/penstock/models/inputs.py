@@ -29,7 +29,7 @@ def example_for(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
         kwargs["labels"] = _labels(model, config, ids)
     elif "decoder_input_ids" in parameters:
         kwargs["decoder_input_ids"] = ids.clone()
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     return (), {name: value.to(device) for name, value in kwargs.items()}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SplitError
-from penstock.models.construction import construct, empty_tensor, named_tensors, replace_tensors
+from penstock.models.construction import checked_model, construct, empty_tensor, named_tensors, replace_tensors
 from penstock.models.initialization import copy_structure, initialize
 from penstock.models.layout import near_matches, shorten
 from penstock.models.registrations import names_by_tensor
@@ -26,7 +26,7 @@ def materialize(
     names: Collection[str],
     *,
     init: Init = "exact",
-    seed: int = 0,
+    seed: int | Tensor = 0,
     state_dict: Mapping[str, Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def materialize(
             - a function: called with the name and the uninitialised tensor of each parameter, to fill it in place.
 
             Buffers always get what the constructor gives them.
-        seed: see ``init``.
+        seed: see ``init``. For ``"exact"``, also a state of torch's generator.
         state_dict: values by name, used instead of ``init`` for parameters and persistent buffers; other names are
             ignored. A tied parameter may have any of its names here. Only what is needed is looked up.
         device: where new tensors go; by default where the callable puts them, or the CPU.
@@ -66,7 +66,7 @@ def materialize_model(
     names: Collection[str],
     *,
     init: Init = "exact",
-    seed: int = 0,
+    seed: int | Tensor = 0,
     state_dict: Mapping[str, Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
@@ -80,18 +80,18 @@ def materialize_model(
         raise SplitError(f"unknown init {init!r}; use 'exact', 'per_name', or a function of a name and a tensor")
     if isinstance(build, nn.Module):
         model = copy_structure(build)
-    elif callable(build):
+    else:
+        if not callable(build):
+            checked_model(build)
         model = _construct(build, wanted, init, seed, is_loaded=state_dict is not None)
         init = init if callable(init) else "exact"  # which the tensors are, if they are real
-    else:
-        raise SplitError(f"expected a model or a callable that builds one, got {type(build).__name__}")
     made = _make(model, wanted, init=init, seed=seed, state_dict=state_dict, device=device or "cpu")
     replace_tensors(model, lambda called, tensor: _replacement(called, tensor, made, wanted, device))
     return model
 
 
 def _construct(
-    build: Callable[[], nn.Module], wanted: set[str], init: Init, seed: int, *, is_loaded: bool
+    build: Callable[[], nn.Module], wanted: set[str], init: Init, seed: int | Tensor, *, is_loaded: bool
 ) -> nn.Module:
     """Build the model; parameters that get their values from elsewhere remain on the meta device."""
     buffers_only = is_loaded or callable(init)
@@ -108,7 +108,7 @@ def _make(
     wanted: set[str],
     *,
     init: Init,
-    seed: int,
+    seed: int | Tensor,
     state_dict: Mapping[str, Tensor] | None,
     device: torch.device | str,
 ) -> dict[str, Tensor]:

@@ -22,15 +22,20 @@ from penstock.models.named_draws import arguments_of
 class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class has no types
     """Runs operators that take parameters on the meta device, and makes their results real."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
         reads, writes = arguments_of(func, args, kwargs)
         on_meta = [tensor.is_meta for tensor in [*reads, *writes]]
         if not any(on_meta):
+            if kwargs.get("device") == torch.device("meta"):  # which glue has read from a parameter
+                kwargs = {**kwargs, "device": torch.device("cpu")}
             return func(*args, **kwargs)
         if all(on_meta):
-            return _call_or_explain(func, args, kwargs)
+            return _call_on_meta(func, args, kwargs)
         real = [tensor for tensor in [*reads, *writes] if not tensor.is_meta]
         value = float("nan") if any(map(_has_nan, real)) else 0.0
         result = _shapes(func, args, kwargs)
@@ -46,22 +51,23 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on the meta device; for one that takes real tensors only, the parameters are zeros meanwhile."""
     with suppress(Exception):
-        return _call(func, *tree_map_only(Tensor, _on_meta, (args, kwargs)))
-    return _call_or_explain(func, *tree_map_only(Tensor, _zeros, (args, kwargs)))
+        converted, options = tree_map_only(Tensor, _on_meta, (args, kwargs))
+        return func(*converted, **options)
+    converted, options = tree_map_only(Tensor, _zeros, (args, kwargs))
+    return func(*converted, **options)
 
 
-def _call_or_explain(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that takes parameters only."""
     try:
         return func(*args, **kwargs)
     except Exception as error:
+        if "meta" not in str(error).lower():
+            raise
         raise SplitError(
-            f"the model cannot be examined on the meta device: {func} needs values ({type(error).__name__}: {error}); "
-            "pass a model that is not on the meta device"
+            f"the model cannot be examined on the meta device: {func} needs the values of a parameter; pass a model "
+            "that is not on the meta device"
         ) from error
-
-
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
 
 
 def _zeros(tensor: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from penstock.models.choose import choose_layout, find_opened
 from penstock.models.describe import describe
 from penstock.models.description import Description
 from penstock.models.edges import Flow, find_flow
-from penstock.models.holdings import declared_ties, find_holdings, group_names
+from penstock.models.holdings import declared_ties, find_holdings, group_names, part_names
 from penstock.models.inputs import example_for
 from penstock.models.layout import shorten
 from penstock.models.loss import ModelLoss, model_loss
+from penstock.models.model_source import ModelSource, examination, is_on_meta
 from penstock.models.plan import Plan
 from penstock.models.probe import probe
 from penstock.models.self_check import find_difference, has_nan, missed, run_stages
@@ -29,10 +30,11 @@ from penstock.models.units import Units, find_units
 from penstock.models.values import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from penstock.execution.ties import Tie
     from penstock.ir.placement import Placement
+    from penstock.models.materialize import Init
     from penstock.models.partition import UnitCosts
     from penstock.models.record import Record
 
@@ -52,7 +54,8 @@ def split(
     """Split a model into stages.
 
     Args:
-        model: the model, or a function that builds it. It is not changed; the stages share its parameters.
+        model: the model, which is not changed; the stages share its parameters. Or a function that builds it, or a
+            model on the meta device: then only ``stages`` or ``materialize`` of the split make parameters real.
         stages: how many stages; layers are distributed by count, or by ``costs``.
         layout: instead of ``stages``, the names of the modules of each stage, or a string in Megatron's notation.
         costs: the cost of each layer, as a sequence or by name.
@@ -68,9 +71,10 @@ def split(
     >>> [str(edge) for edge in parts.edges]
     ['0>1']
     """
-    original = _build(model)
+    source = ModelSource(model)
     if (stages is None) == (layout is None):
         raise SplitError("pass either stages= or layout=, e.g. split(model, stages=4)")
+    original = source.skeleton()
     base = copy_tree(original, declared_ties(original, ties))
     units = find_units(base, find_opened(base, layout))
     example = example or example_for(base)
@@ -79,9 +83,12 @@ def split(
             f"a {type(original).__name__} needs an example to find out what its modules take from each other; pass "
             "example=(args, kwargs) of a small call"
         )
-    record = None if example is None or is_plain(base) else probe(*_copied(base, units), *_checked_example(example))
+    record = None
+    if example is not None and not is_plain(base):
+        with examination(base):
+            record = probe(*_copied(base, units), *_checked_example(example))
     description = _describe(base, units, record, choose_layout(base, units, record, stages, layout, costs))
-    made = Split(base, units, description)
+    made = Split(base, units, description, source)
     if check and example is not None:
         made.check(example)
     return made
@@ -95,10 +102,14 @@ class Split:
         description: the layout, edges, ties and the record of the probe, as plain data.
     """
 
-    def __init__(self, model: nn.Module, units: Units, description: Description) -> None:
+    def __init__(
+        self, model: nn.Module, units: Units, description: Description, source: ModelSource | None = None
+    ) -> None:
         self.model = model
         self.description = description
         self._units = units
+        self._source = source or ModelSource(model)
+        self._parts: dict[tuple[int, ...], nn.Module] = {}
 
     @property
     def layout(self) -> tuple[tuple[str, ...], ...]:
@@ -135,17 +146,69 @@ class Split:
             rank: whose stages; None makes all.
             placement: which stages are on the rank, as in ``schedule.placement``.
         """
+        wanted = self._stages_of(rank, placement)
+        if wanted in self._parts or not is_on_meta(self.model):
+            return self._make(wanted, self._parts.get(wanted, self.model))
+        if not self._source.is_callable:
+            raise SplitError(
+                "the model is on the meta device; give its parameters values first: split.materialize(rank, "
+                "placement=schedule.placement, init='per_name'), or state_dict="
+            )
+        return self.materialize(rank, placement, seed=self._source.state)
+
+    def materialize(
+        self,
+        rank: int | None = None,
+        placement: Placement | None = None,
+        *,
+        init: Init = "exact",
+        seed: int | torch.Tensor = 0,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        device: torch.device | str | None = None,
+    ) -> dict[int, nn.Module]:
+        """Make the stages of a rank with parameters of their own; those of other ranks take no memory.
+
+        ``stages`` returns them, too, from then on.
+
+        Args:
+            rank: whose stages; None makes all.
+            placement: which stages are on the rank, as in ``schedule.placement``.
+            init: ``"exact"`` gives the values that ``torch.manual_seed(seed)`` and building the whole model give, and
+                needs a function that builds it. ``"per_name"`` draws each parameter from a generator of its own, seeded
+                from ``seed`` and its name: the same values for any number of stages, and no others are drawn. Or a
+                function that is called with the name and the uninitialised tensor of each parameter.
+            seed: see ``init``.
+            state_dict: the values of parameters and buffers, by name, instead of ``init``. Only this rank's are read.
+            device: where the parameters go.
+
+        >>> parts = split(lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), stages=2)
+        >>> parts.model[0].weight.is_meta
+        True
+        >>> list(parts.materialize(seed=3)[1].state_dict())
+        ['2.weight', '2.bias']
+        """
+        wanted = self._stages_of(rank, placement)
+        groups = [{*names} for names in self.description.shared]
+        names = part_names(self.model, self._units, [self.description.held[stage] for stage in wanted], groups)
+        part = self._source.part(names, init=init, seed=seed, state_dict=state_dict, device=device)
+        part = copy_tree(part, declared_ties(part, self.description.shared))
+        self._parts[wanted] = part
+        return self._make(wanted, part)
+
+    def _stages_of(self, rank: int | None, placement: Placement | None) -> tuple[int, ...]:
         if rank is None:
-            wanted: Collection[int] = range(len(self.layout))
-        elif placement is None:
+            return tuple(range(len(self.layout)))
+        if placement is None:
             raise SplitError("stages of a rank need a placement; pass placement=schedule.placement")
-        else:
-            if placement.stages != len(self.layout):
-                raise SplitError(
-                    f"the placement has {placement.stages} stages, but the model was split into {len(self.layout)}"
-                )
-            wanted = placement.stages_of(rank)
-        return {stage: self._stage(stage) for stage in wanted}
+        if placement.stages != len(self.layout):
+            raise SplitError(
+                f"the placement has {placement.stages} stages, but the model was split into {len(self.layout)}"
+            )
+        return tuple(placement.stages_of(rank))
+
+    def _make(self, stages: Iterable[int], model: nn.Module) -> dict[int, nn.Module]:
+        units = self._units if model is self.model else find_units(model, self.description.opened)
+        return {stage: self._stage(stage, model, units) for stage in stages}
 
     def check(self, example: Example) -> None:
         """Run the stages on an example, with NaN for all that a stage must not read, and compare with the model.
@@ -153,7 +216,7 @@ class Split:
         Raises ``SplitError`` that names the module whose value is missing.
         """
         args, kwargs = _checked_example(example)
-        with _undisturbed(self.model, args, kwargs), torch.no_grad():
+        with examination(self.model), _undisturbed(self.model, args, kwargs), torch.no_grad():
             was_training = self.model.training
             is_random = self.description.record is not None and self.description.record.is_random
             self.model.train(was_training and not is_random)
@@ -170,7 +233,8 @@ class Split:
     def from_json(cls, model: nn.Module | Callable[[], nn.Module], data: Any) -> Split:
         """Make a split of a model from a description, without a probe."""
         description = Description.from_json(data)
-        original = _build(model)
+        source = ModelSource(model)
+        original = source.skeleton()
         base = copy_tree(original, declared_ties(original, description.shared))
         units = find_units(base, description.opened)
         names = {name for stage in description.layout for name in stage}
@@ -179,18 +243,18 @@ class Split:
                 "the description does not fit the model; in only one of them are "
                 f"{shorten(sorted(names ^ set(units.units)))}"
             )
-        return cls(base, units, description)
+        return cls(base, units, description, source)
 
     def describe(self) -> str:
         """Return a table of the stages: modules, parameters, bytes, edges and ties."""
         return describe(self.model, self.description)
 
-    def _stage(self, stage: int, poison: Collection[str] = ()) -> nn.Module:
+    def _stage(self, stage: int, model: nn.Module, units: Units, poison: Collection[str] = ()) -> nn.Module:
         found = self.description
         if found.record is None:
-            return sequential_stage(self.model, found.layout[stage])
+            return sequential_stage(model, found.layout[stage])
         plan = Plan(found.record, found.flow, stage, len(found.layout))
-        return make_stage(self.model, self._units, plan, frozenset(found.held[stage]), poison=poison)
+        return make_stage(model, units, plan, frozenset(found.held[stage]), poison=poison)
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         expected = self._run(None, args, kwargs)
@@ -208,7 +272,7 @@ class Split:
         with _undisturbed(self.model, args, kwargs):
             if poison is None:
                 return copy_tree(self.model)(*args, **kwargs)
-            modules = {stage: self._stage(stage, poison) for stage in range(len(self.layout))}
+            modules = {stage: self._stage(stage, self.model, self._units, poison) for stage in range(len(self.layout))}
             return run_stages(modules, self.edges, args, kwargs)
 
 
@@ -217,13 +281,6 @@ def _undisturbed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
     with preserved_state(model, device):
         yield
-
-
-def _build(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    built = model if isinstance(model, nn.Module) or not callable(model) else model()
-    if not isinstance(built, nn.Module):
-        raise SplitError(f"split needs an nn.Module, or a function that returns one, got {type(built).__name__}")
-    return built
 
 
 def _checked_example(example: Any) -> Example:

@@ -72,7 +72,8 @@ def tensors_held(module: nn.Module) -> list[str]:
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    device = "cpu" if tensor.is_meta else tensor.device
+    return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _memo(model: nn.Module) -> dict[int, Any]:

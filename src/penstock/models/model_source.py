@@ -1,0 +1,84 @@
+"""Knows where the model of a split comes from, and makes as much of it real as is needed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.errors import SplitError
+from penstock.models.construction import checked_model, construct, named_tensors, replace_tensors
+from penstock.models.initialization import copy_structure, initialize
+from penstock.models.materialize import materialize_model
+from penstock.models.meta_forward import MetaForward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+
+class ModelSource:
+    """A model, which may be on the meta device, or a callable that builds one.
+
+    Args:
+        given: the model or the callable.
+
+    Attributes:
+        state: the state of torch's generator when this was made: what a callable would have drawn from.
+    """
+
+    def __init__(self, given: nn.Module | Callable[[], nn.Module]) -> None:
+        if not isinstance(given, nn.Module) and not callable(given):
+            checked_model(given)
+        self.state = torch.get_rng_state()
+        self._given = given
+
+    @property
+    def is_callable(self) -> bool:
+        """Whether the model can be built."""
+        return not isinstance(self._given, nn.Module)
+
+    def skeleton(self) -> nn.Module:
+        """Return the model to examine: as it was given, or with its parameters on the meta device and its buffers real.
+
+        Buffers of a model on the meta device are filled as far as its modules do that.
+        """
+        if not isinstance(self._given, nn.Module):
+            return construct(self._given, lambda known: set(known.buffers), seed=0, per_name=True)
+        absent = {name for name, buffer in self._given.named_buffers(remove_duplicate=False) if buffer.is_meta}
+        if not absent:
+            return self._given
+        model = copy_structure(self._given)
+        with suppress(SplitError):
+            made = initialize(self._given, absent, seed=0, device="cpu")
+            replace_tensors(model, lambda called, tensor: next((made[n] for n in called if n in made), tensor))
+        return model
+
+    def part(self, names: Collection[str], **options: Any) -> nn.Module:
+        """Return the model with the named tensors real, as ``materialize`` makes them; others take no memory.
+
+        Parameters that are not there are NaN, on the device of those that are: libraries read device and type.
+        """
+        model = materialize_model(self._given, names, **options)
+        wanted = set(names)
+        real = [tensor.device for name, tensor in named_tensors(model) if name in wanted]
+        device = next(iter(real), torch.device("cpu"))
+        replace_tensors(model, lambda _, tensor: _stand_in(tensor, device) if tensor.is_meta else tensor)
+        return model
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether any parameter of a model has no values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def examination(model: nn.Module) -> AbstractContextManager[object]:
+    """Return the context in which a forward of the model runs, even on the meta device."""
+    return MetaForward() if is_on_meta(model) else nullcontext()
+
+
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    filled = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
