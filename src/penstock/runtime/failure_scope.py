@@ -82,7 +82,7 @@ def describe_failure(
         place = f" in {action} ({'; '.join([*map(_place, action.parts), *_operands(action, step)])})"
     return Failure(
         rank,
-        f"rank {rank} failed{place}: {type(error).__name__}: {_said(error)}",
+        f"rank {rank} failed{place}: {_said(error)}",
         action=str(action) if action else None,
         stage=action.parts[0].stage_index if action else None,
         microbatch=action.parts[0].microbatch_index if action else None,
@@ -96,11 +96,15 @@ def _place(part: Action) -> str:
 
 
 def _said(error: BaseException) -> str:
+    """Name an error, with its message if it has one."""
+    kind = type(error).__name__
     try:
-        said = str(error) or "no message"
-        return f"{said} Pass Stage(index, module, changes_inputs=True)" if is_inplace_on_leaf(error) else said
+        message = str(error)
+        if is_inplace_on_leaf(error):
+            message += " Pass Stage(index, module, changes_inputs=True)"
     except Exception as another:  # it is not ours, and the other ranks must be notified in any case
-        return f"its message cannot be shown ({type(another).__name__})"
+        message = f"its message cannot be shown ({type(another).__name__})"
+    return f"{kind}: {message}" if message else kind
 
 
 def _operands(action: Action, step: Step | None) -> list[str]:

@@ -29,7 +29,7 @@ DIFFERENT = {
     "stages": r"rank 1 must be given stages \[1\], not \[1, 2\]",
     "shapes": r"rank \d was given a different kind of shapes from rank \d: '\w+' there, '\w+' here",
     "share_losses": r"rank \d was given a different share_losses from rank \d: '\w+' there",
-    "interrupted": r"rank 1 failed: KeyboardInterrupt: no message",
+    "interrupted": r"^rank 1 failed: KeyboardInterrupt$",
     "missing": r"not every rank has created its Pipeline: rank \d waited \d s for a message from rank 1;",
     "late": r"not every rank has created its Pipeline: rank \d waited \d s for a message from rank 1;",
 }

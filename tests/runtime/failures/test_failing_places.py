@@ -81,7 +81,7 @@ PLACES = {
     ),
     "weights": (0, "rank 0 failed in 2W0 (stage 2, microbatch 0): InjectedError: in the weights"),
     "function": (1, "InjectedError: in a function for 1SEND_F1"),
-    "interrupt": (0, "rank 0 failed in 0F1 (stage 0, microbatch 1; inputs float32[2, 3]): KeyboardInterrupt: no mess"),
+    "interrupt": (0, "rank 0 failed in 0F1 (stage 0, microbatch 1; inputs float32[2, 3]): KeyboardInterrupt"),
     "exit": (0, "rank 0 failed in 0F1 (stage 0, microbatch 1; inputs float32[2, 3]): SystemExit: 3"),
     "unspeakable": (0, "UnspeakableError: its message cannot be shown (ValueError)"),
     "long": (0, "inputs float32[2, 3]): ValueError: xxx"),

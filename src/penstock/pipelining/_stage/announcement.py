@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
 from penstock.errors import MetadataError
+from penstock.execution.backend_errors import reason_of
 from penstock.execution.value_spec import describe
 from penstock.execution.wire_format import HEADER_BYTES, header_tensor, read_header
 from penstock.pipelining._utils import (
@@ -83,7 +84,7 @@ def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | 
         except RuntimeError as error:
             raise _NothingCameError(
                 "no tensor metadata arrived from the neighbouring stage; its process failed or exited, check its "
-                f"output ({error})"
+                f"output ({reason_of(error)})"
             ) from error
 
     try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.transport.backend_errors import reason_of
+from penstock.execution.backend_errors import reason_of
 from penstock.runtime.transport.failure_messages import step_error
 from penstock.runtime.transport.mailbox import Mailbox
 from penstock.runtime.transport.process_groups import WARM_UP_TAG, PrivateGroup
@@ -61,7 +61,7 @@ def connect_ranks(parent: dist.ProcessGroup, backend: str, timeout: float) -> tu
     except PenstockError:
         raise
     except RuntimeError as error:
-        raise _connect_error(board, rank, error) from error
+        raise _connect_error(board, rank, error) from None
     board.announce()
     return mailbox, board, group
 
@@ -84,8 +84,8 @@ def warm_up(transport: DistributedTransport, peer: int, device: torch.device, ti
         mine = Failure(rank, message)
         failure = transport.failure() or transport.fail(mine)
         if failure == mine:
-            raise TransportError(message, peer=peer) from error
-        raise step_error(failure) from error
+            raise TransportError(message, peer=peer) from None
+        raise step_error(failure) from None
 
 
 def post_byte_each_way(
@@ -111,7 +111,7 @@ def _waiting_for_all(rank: int) -> Iterator[None]:
         raise TransportError(
             f"rank {rank} lost the store while waiting for the other ranks to create their Pipeline: the process that "
             f"hosts it (usually rank 0) has exited; check its output ({reason_of(error)})"
-        ) from error
+        ) from None
 
 
 def _new_prefix(store: Store, rank: int) -> str:

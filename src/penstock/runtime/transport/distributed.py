@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PenstockError, StepError, TransportError
+from penstock.execution.backend_errors import is_connection_error
 from penstock.execution.channel import Progress
-from penstock.runtime.transport.backend_errors import is_connection_error
 from penstock.runtime.transport.connecting import connect_ranks, warm_up
 from penstock.runtime.transport.failure_messages import (
     label_of,
@@ -116,7 +116,7 @@ class DistributedTransport:
     def exchange(self, data: bytes) -> list[bytes]:
         """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
         with self._store_errors():
-            return self._mailbox.exchange(data, self._check)
+            return self._mailbox.exchange(data, self._check_wait)
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Send a few bytes to a peer, outside the lanes of tensors. They arrive in order."""
@@ -126,7 +126,7 @@ class DistributedTransport:
     def receive_bytes(self, peer: int) -> bytes:
         """Wait for the next bytes from a peer."""
         with self._store_errors():
-            return self._mailbox.receive_bytes(peer, self._check)
+            return self._mailbox.receive_bytes(peer, self._check_wait)
 
     def fail(self, failure: Failure) -> Failure:
         """Report a failure to every rank and end all waits; returns the one that was reported first."""
@@ -213,10 +213,18 @@ class DistributedTransport:
 
     # Internal -------------------------------------------------------------------------------------------------------
 
-    def _check(self, ask: bool = False) -> None:
+    def _check(self) -> None:
+        """Refuse a call after a failure."""
+        if self._failure is not None:
+            raise pipeline_failed_error(self._failure)
+        if self._closed:
+            raise TransportError("this transport is closed")
+
+    def _check_wait(self, ask: bool) -> None:
+        """End a wait because of a failure: the error names the cause."""
         failure = self.failure() if ask else self._failure
         if failure is not None:
-            raise pipeline_failed_error(failure)
+            raise step_error(failure)
         if self._closed:
             raise TransportError("this transport is closed")
 
@@ -232,7 +240,7 @@ class DistributedTransport:
         except PenstockError:
             raise
         except RuntimeError as error:
-            raise step_error(self.store_lost(error)) from error
+            raise step_error(self.store_lost(error)) from None
 
     def _with_wait_chain(self, error: MessageTimeoutError) -> TransportError:
         """Add what the peer itself waits for: the rank at the end of the chain is the one to look at."""

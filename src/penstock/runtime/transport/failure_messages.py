@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.errors import StepError
-from penstock.runtime.transport.backend_errors import reason_of
+from penstock.execution.backend_errors import reason_of
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.errors import PenstockError, TransportError
-from penstock.runtime.transport.backend_errors import is_store_timeout
+from penstock.execution.backend_errors import is_store_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable

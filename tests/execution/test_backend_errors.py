@@ -1,5 +1,6 @@
 """The real errors of stores and of gloo: these tests fail when torch changes a text or a behaviour that we rely on."""
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.runtime.transport.backend_errors import is_connection_error, is_store_timeout, reason_of
+from penstock.execution.backend_errors import is_connection_error, is_store_timeout, reason_of
 
 SOON = 5.0
 
@@ -30,6 +31,7 @@ def test_a_key_that_does_not_come(tmp_path):
     for store in stores(tmp_path):
         error = error_of(lambda store=store: store.wait(["key"], timedelta(milliseconds=20)))
         assert is_store_timeout(error), (store, error)
+        assert re.fullmatch(r"[Ww]ait timeout( after 20ms)?", reason_of(error))
 
 
 def test_a_store_that_is_lost():

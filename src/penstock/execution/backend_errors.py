@@ -6,8 +6,16 @@ A test provokes each of these errors, so that it fails when torch changes one.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 import torch.distributed as dist
+
+#: A place in torch's sources, and keys of a store.
+_HIDDEN: Final = (
+    re.compile(r"\[[^]\s]*\.(?:cc|cpp|h|hpp):\d+\] "),
+    re.compile(r", keys: .*"),
+    re.compile(r" for key: \S+"),
+)
 
 
 def is_connection_error(error: BaseException) -> bool:
@@ -26,6 +34,14 @@ def is_store_timeout(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first sentence of an error, without the place in torch's sources: "Connection closed by peer [...]:4711"."""
-    line = str(error).partition("\n")[0]
-    return re.sub(r"^\[[^]]*\] ", "", line).partition(". ")[0]
+    """Get the first sentence of an error, without what says nothing to a user.
+
+    >>> reason_of(RuntimeError("[/build/gloo/transport/tcp/pair.cc:537] Connection closed by peer. Check the logs."))
+    'Connection closed by peer'
+    >>> reason_of(RuntimeError("wait timeout after 20ms, keys: /penstock/1/round/0/1"))
+    'wait timeout after 20ms'
+    """
+    text = str(error).partition("\n")[0]
+    for hidden in _HIDDEN:
+        text = hidden.sub("", text)
+    return text.partition(". ")[0].removesuffix(".")
