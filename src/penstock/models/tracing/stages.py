@@ -44,7 +44,7 @@ def make_stages(
         traced = split_policy(traced)
     scopes = find_scopes(traced.graph)
     source = Source(traced, TensorNames(model), scopes.of)
-    parts = _with_order_of_model(cut(traced.graph, scopes.switches), traced)
+    parts = _with_order_of_inputs(cut(traced.graph, scopes.switches), traced)
     root = torch.nn.Module()
     for number, part in enumerate(parts):
         stage = build_module(source, part.nodes, part.inputs, one_or_all(part.outputs))
@@ -64,12 +64,16 @@ def _takes_all(part: Part, traced: fx.GraphModule) -> bool:
     return set(part.inputs) == set(placeholders) and len(placeholders) == len(signature(traced.forward).parameters)
 
 
-def _with_order_of_model(parts: Sequence[Part], traced: fx.GraphModule) -> list[Part]:
-    """The first part takes arguments in the order of the model, not of their use, if it takes all."""
+def _with_order_of_inputs(parts: Sequence[Part], traced: fx.GraphModule) -> list[Part]:
+    """The first part takes arguments in the order of the model, not of their use, if it takes all.
+
+    The others take the values of earlier parts first: a stage is passed the arguments of the model by keyword.
+    """
     first, *rest = parts
     if _takes_all(first, traced):
         first = first._replace(inputs=_placeholders(traced.graph))
-    return [first, *rest]
+    others = [part._replace(inputs=sorted(part.inputs, key=lambda node: node.op == "placeholder")) for part in rest]
+    return [first, *others]
 
 
 def _take_arguments_of(traced: fx.GraphModule, stage: fx.GraphModule) -> None:
@@ -93,5 +97,7 @@ def _calling(graph: fx.Graph, parts: Sequence[Part], stage_name: Callable[[int],
         else:
             for position, value in enumerate(part.outputs):
                 here[value] = calling.call_function(operator.getitem, (called, position))
+        for value in part.outputs:
+            here[value].meta["val"] = value.meta.get("val")
     calling.output(map_arg(graph.output_node().args[0], here.__getitem__))
     return calling

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.ir.actions import REDUCE_GRAD
+from penstock.ir.edges import links as links_of
 from penstock.pipelining._engine.coalesced import gpipe_label, gpipe_row, no_label, one_f_one_b_row
+from penstock.pipelining._engine.links import edges_of
 from penstock.pipelining._engine.mode_selection import Mode
 from penstock.pipelining._engine.programs import may_post_ahead, program_of_order, program_of_row
 from penstock.pipelining._schedule.actions import _Action
 from penstock.pipelining._schedule.passes import compute_rows_with_transfers
 from penstock.pipelining._schedule.rows import as_rows
 from penstock.pipelining._stage.inference import StageInference
+from penstock.pipelining._stage.links import LinkedStage
 from penstock.schedules.gpipe import gpipe
 from penstock.schedules.one_f_one_b import one_f_one_b
 
@@ -35,7 +38,7 @@ def program_of_gpipe(
     backwards: bool = True,
 ) -> Compiled:
     """Compile the program of one stage of GPipe, or of its forwards only."""
-    if mode and _may_post_alone(stage):
+    if _may_post_alone(stage, mode):
         order = as_rows(gpipe(stage.num_stages, microbatches))
         if not backwards:
             order = {rank: row[:microbatches] for rank, row in order.items()}
@@ -57,24 +60,30 @@ def program_of_one_f_one_b(
     stage: Any, stages: int, microbatches: int, *, calls: CallConvention, trains: bool, mode: Mode = Mode.METHODS
 ) -> Compiled:
     """Compile the program of one stage of 1F1B."""
-    if mode and _may_post_alone(stage):
+    if _may_post_alone(stage, mode):
         order = as_rows(one_f_one_b(stages, microbatches))
         return _of_any_order(stage, order, microbatches, calls=calls, trains=trains, mode=mode)
     row = one_f_one_b_row(stage.stage_index, stages, microbatches, reduces=trains)
     return program_of_row(row, stage, microbatches, calls=calls, trains=trains, mode=mode, in_flight=1, label=no_label)
 
 
-def _may_post_alone(stage: Any) -> bool:
-    """Whether each message may be posted separately, whatever others are in flight."""
-    return isinstance(stage, StageInference) and may_post_ahead([stage])
+def _may_post_alone(stage: Any, mode: Mode) -> bool:
+    """Whether each message may be posted separately, whatever others are in flight.
+
+    Those beyond the chain are: posted together with others they could deadlock.
+    """
+    edges = edges_of([stage])
+    if edges is not None and not all(link.is_chain for link in links_of(edges)):
+        return True
+    return bool(mode) and isinstance(stage, (StageInference, LinkedStage)) and may_post_ahead([stage])
 
 
 def _of_any_order(
     stage: Any, order: Rows, microbatches: int, *, calls: CallConvention, trains: bool, mode: Mode
 ) -> Compiled:
-    index, stages = stage.stage_index, len(order)
-    rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages)
+    index, stages, edges = stage.stage_index, len(order), edges_of([stage])
+    rows = compute_rows_with_transfers(order, {each: each for each in range(stages)}, stages, edges)
     row = [*rows[index], *([_Action(index, REDUCE_GRAD)] if trains else [])]
     return program_of_order(
-        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, mode=mode
+        {**rows, index: row}, index, {index: stage}, microbatches, calls=calls, trains=trains, mode=mode, edges=edges
     )

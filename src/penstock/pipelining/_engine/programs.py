@@ -12,11 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 from penstock.errors import ScheduleError
 from penstock.execution.channel import Progress
 from penstock.execution.compiler import compile_program
+from penstock.execution.messages import number_links
 from penstock.execution.operation_set import CustomOperations
 from penstock.execution.send_releases import Releases, find_releases, release_at_end
 from penstock.ir.actions import BACKWARD_WEIGHT, FULL_BACKWARD, OVERLAP_F_B, REDUCE_GRAD
 from penstock.ir.dependencies import TRANSFER_TYPES
+from penstock.ir.edges import links as links_of
 from penstock.pipelining._engine.coalesced import releases_of
+from penstock.pipelining._engine.links import LinkOperations
 from penstock.pipelining._engine.methods import CallConvention, MethodOperations, ScaleGradients
 from penstock.pipelining._engine.mode_selection import Mode
 from penstock.pipelining._engine.native import Native
@@ -27,6 +30,7 @@ from penstock.pipelining._schedule.rows import as_schedule
 from penstock.pipelining._stage.compute import is_unmodified
 from penstock.pipelining._stage.group_channel import is_gloo
 from penstock.pipelining._stage.inference import StageInference
+from penstock.pipelining._stage.links import LinkedStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.execution.operation_set import OperationSet
     from penstock.execution.program import Program
     from penstock.ir.actions import ComputationType
+    from penstock.ir.edges import Edge
     from penstock.pipelining._engine.step import Custom
 
 #: The rank of a message where it is unknown.
@@ -110,6 +115,7 @@ def program_of_order(
     mode: Mode = Mode.METHODS,
     customs: Mapping[ComputationType, Custom] | None = None,
     scales_after_backward: bool = False,
+    edges: Sequence[Edge] | None = None,
 ) -> Compiled:
     """Compile the program of one rank.
 
@@ -124,6 +130,7 @@ def program_of_order(
         mode: which operations run.
         customs: functions of the user, by the type of action that they replace.
         scales_after_backward: whether gradients are scaled after the last backward of a stage, without REDUCE_GRAD.
+        edges: which values go from which stage to which others; those of a chain by default.
     """
     customs = customs or {}
     _check_stages(rows[rank], stages, customs)
@@ -134,6 +141,9 @@ def program_of_order(
     operations: OperationSet[Any]
     if native is not None:
         operations = native.operations
+    elif edges is not None:
+        directly = mode >= Mode.DIRECT
+        operations = LinkOperations(stages, microbatches, calls, trains=trains, directly=directly, edges=edges)
     else:
         operations = operations_of(mode, stages, microbatches, calls, trains=trains)
     if customs:
@@ -142,9 +152,10 @@ def program_of_order(
     program = compile_program(
         row,
         operations,
-        _releases(rows, row, rank, microbatches, rank_of),
+        _releases(rows, row, rank, microbatches, rank_of, edges),
         rank=rank,
         rank_of=rank_of,
+        links=None if edges is None else links_of(edges),
         early_receives=not customs and may_post_ahead(stages.values()),
     )
     progress = Progress() if native is None else native.channel.progress
@@ -202,12 +213,14 @@ def _releases(
     rank: int,
     microbatches: int,
     rank_of: Callable[[int], int | None],
+    edges: Sequence[Edge] | None,
 ) -> Releases:
     """When sends are waited for; at the end if the rows of other ranks do not tell."""
     try:
-        schedule = as_schedule(rows, microbatches=microbatches)
+        schedule = as_schedule(rows, microbatches=microbatches, edges=edges)
     except ScheduleError:
-        return release_at_end((cell for cell in row if isinstance(cell, _Action)), microbatches, rank_of)
+        numbers = None if edges is None else number_links(links_of(edges))
+        return release_at_end((cell for cell in row if isinstance(cell, _Action)), microbatches, rank_of, numbers)
     found = find_releases(schedule, sorted(rows).index(rank), by_level=True)
     if len(row) == len(rows[rank]):
         return found
@@ -218,7 +231,7 @@ def _releases(
 
 def _rank_of(stages: Mapping[int, Any]) -> Callable[[int], int | None]:
     """The ranks of stages. A stage of another kind may talk to others than its neighbours: then all are as one rank."""
-    if not all(isinstance(stage, StageInference) for stage in stages.values()):
+    if not all(isinstance(stage, (StageInference, LinkedStage)) for stage in stages.values()):
         return lambda _: _SOME_RANK
     ranks: dict[int, int] = {}
     for stage in stages.values():

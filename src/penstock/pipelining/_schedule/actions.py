@@ -80,6 +80,21 @@ class _Action(Action):
         )
 
 
+class _PeerAction(_Action):
+    """A transfer to or from a stage that is not the next one.
+
+    >>> _PeerAction(0, _ComputationType.SEND_F, 1, 3)
+    0SEND_F1@3
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls, stage_index: int, computation_type: _ComputationType, microbatch_index: int | None, peer_index: int
+    ) -> Self:
+        return tuple.__new__(cls, (stage_index, computation_type, microbatch_index, None, peer_index))
+
+
 @lru_cache
 def _get_profiler_function_name(action: _Action) -> str:
     """What a profiler shows for an action."""

@@ -6,6 +6,7 @@ import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock.pipelining._engine.links import edges_of
 from penstock.pipelining._engine.methods import CallConvention
 from penstock.pipelining._engine.programs import program_of_order
 from penstock.pipelining._engine.step import Batch
@@ -88,7 +89,9 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._validate_adjacent_stage_communication()
 
     def _validate_adjacent_stage_communication(self) -> None:
-        """Stages exchange tensors with their neighbours only: these orders have no others."""
+        """Stages exchange tensors with their neighbours only, unless they say what each sends to which other one."""
+        if edges_of(self._stages) is not None:
+            return
         for stage in self._stages:
             index = stage.stage_index
             sources = {getattr(info, "source", None) for info in stage.args_recv_info[0]}
@@ -149,7 +152,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
     def _program(self, mode: Mode) -> Compiled:
         """The program of this rank: the order with transfers, which are not part of it."""
-        trains, order = self._has_backward, self.pipeline_order
+        trains, order, edges = self._has_backward, self.pipeline_order, edges_of(self._stages)
         return self._kept.program(
             order,
             self.rank,
@@ -159,7 +162,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
             trains,
             mode,
             lambda: program_of_order(
-                compute_rows_with_transfers(order, self.stage_index_to_group_rank, self._num_stages),
+                compute_rows_with_transfers(order, self.stage_index_to_group_rank, self._num_stages, edges),
                 self.rank,
                 self._stages_by_index(),
                 self._n_microbatches,
@@ -167,6 +170,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
                 trains=trains,
                 mode=mode,
                 scales_after_backward=True,
+                edges=edges,
             ),
         )
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.ir.actions import ComputationType
+    from penstock.ir.edges import Edge
     from penstock.ir.schedule import Schedule
     from penstock.pipelining._schedule.rows import LoweredRow, LoweredRows
 
@@ -159,10 +160,12 @@ def lowered_rows(
     microbatches: int,
     *,
     defer: bool,
+    edges: Sequence[Edge] | None = None,
 ) -> LoweredRows:
     """All passes that upstream runs over a compute-only order, in its order; deferred receives in that of sends."""
-    _check_providers(rows, rank_of.__getitem__, stages)
-    schedule = as_schedule(rows, rank_of.__getitem__, stages, microbatches)
+    if edges is None:
+        _check_providers(rows, rank_of.__getitem__, stages)
+    schedule = as_schedule(rows, rank_of.__getitem__, stages, microbatches, edges)
     schedule = with_transfers(reduce_gradients(unshard_reshard(schedule)))
     if not defer:
         return as_lowered_rows(schedule, sorted(rows))
@@ -170,7 +173,10 @@ def lowered_rows(
 
 
 def compute_rows_with_transfers(
-    rows: Mapping[int, Sequence[_Action | None]], rank_of: Mapping[int, int], stages: int
+    rows: Mapping[int, Sequence[_Action | None]],
+    rank_of: Mapping[int, int],
+    stages: int,
+    edges: Sequence[Edge] | None = None,
 ) -> LoweredRows:
     """A compute-only order with sends and receives, and nothing else; a stage is where its actions are."""
     homes = {
@@ -178,4 +184,6 @@ def compute_rows_with_transfers(
         **{leaf.stage_index: rank for rank, row in rows.items() for action in row if action for leaf in action.parts},
     }
     busy = {rank: [action for action in row if action is not None] for rank, row in rows.items()}
-    return _add_send_recv(busy, homes.__getitem__, stages)
+    if edges is None:
+        return _add_send_recv(busy, homes.__getitem__, stages)
+    return as_lowered_rows(with_transfers(as_schedule(busy, homes.__getitem__, stages, edges=edges)), sorted(busy))

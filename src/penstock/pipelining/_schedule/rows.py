@@ -10,12 +10,13 @@ from penstock.errors import ScheduleError
 from penstock.ir import packed
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.pipelining._schedule.actions import _Action
+from penstock.pipelining._schedule.actions import _Action, _PeerAction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from penstock.ir.actions import Action
+    from penstock.ir.edges import Edge
 
 #: What a rank does, with None for idle steps.
 Row: TypeAlias = "list[_Action | None]"
@@ -30,6 +31,7 @@ def as_schedule(
     rank_of: Callable[[int], int] | None = None,
     stages: int | None = None,
     microbatches: int | None = None,
+    edges: Sequence[Edge] | None = None,
 ) -> Schedule:
     """The schedule of these rows; the ranks may have any numbers, in any order.
 
@@ -38,6 +40,7 @@ def as_schedule(
         rank_of: the rank of a stage; by default the one that has its actions.
         stages: how many stages there are; by default up to the last that has an action.
         microbatches: how many there are; by default up to the last that has an action.
+        edges: which values go from which stage to which others; those of a chain by default.
 
     Raises:
         ScheduleError: an action is invalid, or a stage is on two ranks, or on none.
@@ -54,7 +57,7 @@ def as_schedule(
         count = packed.largest(every)[0] + 1 if stages is None else stages
         homes = [rank_of(stage) for stage in range(count)]
         placement = Placement(tuple(place[home] for home in homes), len(ranks))
-    return Schedule.from_codes(codes, placement=placement, microbatches=microbatches)
+    return Schedule.from_codes(codes, placement=placement, microbatches=microbatches, edges=edges)
 
 
 def _first_malformed(rows: Mapping[int, Sequence[_Action | None]]) -> str:
@@ -84,6 +87,8 @@ def as_lowered_rows(schedule: Schedule, ranks: Sequence[int]) -> LoweredRows:
 
 
 def as_action(action: Action) -> _Action:
-    """An action of a schedule as upstream has it."""
+    """An action of a schedule as upstream has it; a transfer beyond the chain names its peer."""
+    if action.peer_index is not None:
+        return _PeerAction(*action[:3], action.peer_index)
     stage, kind, microbatch, parts = action
     return _Action(stage, kind, microbatch, None if parts is None else tuple(map(as_action, parts)))

@@ -19,6 +19,7 @@ from penstock.ir.actions import (
     RESHARD,
     UNSHARD,
 )
+from penstock.pipelining._engine.links import edges_of
 from penstock.pipelining._engine.methods import CallConvention
 from penstock.pipelining._engine.programs import program_of_order
 from penstock.pipelining._schedule.base import logger
@@ -127,6 +128,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 self._num_stages,
                 self._n_microbatches,
                 defer=self._defer_pp_recv,
+                edges=edges_of(self._stages),
             )
         else:
             raise NotImplementedError(f"unknown format {format!r}; use 'compute_only' or 'compute_comms'")
@@ -224,6 +226,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 trains=trains,
                 mode=mode,
                 customs=dict(customs),
+                edges=edges_of(self._stages),
             ),
         )
 

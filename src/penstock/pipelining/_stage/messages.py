@@ -282,9 +282,9 @@ class StageMessages(StageState):
         needs_gradients = self.has_backward and torch.is_grad_enabled()
         activations = []
         for info in self.args_recv_info[fwd_chunk_id]:
-            buffer, meta = info.buffer, info.tensor_meta
             if info.is_root_arg:
-                raise PipeliningMetadataError(f"{info.input_name} is an argument of the model, which is not received")
+                continue  # an argument of the model, which is not received
+            buffer, meta = info.buffer, info.tensor_meta
             if buffer is None or meta is None:
                 missing = "buffer" if buffer is None else "metadata"
                 raise PipeliningMetadataError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from penstock.pipelining._stage.base import _PipelineStageBase
+from penstock.ir.edges import Edge
+from penstock.pipelining._stage.links import LinkedStage, Origin
 from penstock.pipelining._stage.metadata import is_differentiable
 from penstock.pipelining._stage.state import logger
 from penstock.pipelining._stage.transfers import _RecvInfo
@@ -22,16 +24,15 @@ from penstock.pipelining._utils import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     import torch.distributed as dist
-    from torch import fx
 
     from penstock.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
 
 
-class _PipelineStage(_PipelineStageBase):
+class _PipelineStage(LinkedStage):
     """A stage of a traced model.
 
     Args:
@@ -62,6 +63,11 @@ class _PipelineStage(_PipelineStageBase):
         self.submod_to_stage_index: dict[str, int] = {}
         for index, node in enumerate(calls):
             self.submod_to_stage_index.setdefault(node.name, index)
+        self.origins = tuple(self._origin(value) for value in self.node.args if value.op != "placeholder")
+        self.edges = self._edges_of_all(calls)
+        inside = getattr(stage_module, "graph", fx.Graph()).nodes
+        #: Arguments of the model that this stage does not take.
+        self._foreign = _placeholders(pipe_info.graph.nodes) - _placeholders(inside)
         logger.info("[%s] stage %s is %s", self.group_rank, stage_index, self.name)
         self._move_submod_to_device()
 
@@ -76,6 +82,42 @@ class _PipelineStage(_PipelineStageBase):
             known = ", ".join(self.submod_to_stage_index)
             raise PipeliningMetadataError(f"unknown stage {submod_name!r}; the stages are {known}")
         return self.submod_to_stage_index[submod_name]
+
+    def _origin(self, value: Any) -> Origin:
+        """Where a value in the graph of the pipeline comes from."""
+        output = 0
+        if value.target is operator.getitem:
+            value, output = value.args
+        if value.op != "call_module":
+            raise PipeliningMetadataError(
+                f"stage {self.stage_index}: an input comes from a {value.op}, {value.name!r}, not from a stage"
+            )
+        return Origin(self.get_stage_index_of_submod(value.name), output)
+
+    def _edges_of_all(self, calls: list[fx.Node]) -> tuple[Edge, ...]:
+        """The edges of the whole pipeline, which every rank knows."""
+        targets: dict[Origin, list[int]] = {}
+        examples: dict[Origin, Any] = {}
+        for stage, call in enumerate(calls):
+            for value in call.args:
+                if isinstance(value, fx.Node) and value.op != "placeholder":
+                    targets.setdefault(self._origin(value), []).append(stage)
+                    examples[self._origin(value)] = value.meta.get("val")
+        return tuple(
+            Edge(origin.stage, tuple(stages), f"output {origin.output}", _may_have_gradient(examples[origin]))
+            for origin, stages in sorted(targets.items())
+        )
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run the module for a microbatch; keyword arguments of the model that it does not take are left out."""
+        kept = {name: value for name, value in (kwargs or {}).items() if name not in self._foreign}
+        return super().forward_one_chunk(fwd_chunk_id, args, kept, save_forward_output)
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
         """The stage that a user of an output is; None if it is none."""
@@ -127,13 +169,9 @@ class _PipelineStage(_PipelineStageBase):
         if argument.op == "placeholder":
             meta = _TensorMeta.from_tensor(example)
             return _RecvInfo(f"root_input_{node.name}", None, None, meta, is_root_arg=True)
-        while argument.target is operator.getitem:
-            argument = argument.args[0]
-        if argument.op != "call_module":
-            raise PipeliningMetadataError(
-                f"stage {self.stage_index}: input {node.name!r} comes from a {argument.op}, not from a stage"
-            )
-        return _RecvInfo(argument.name, self.get_stage_index_of_submod(argument.name), None, self._described(example))
+        origin = self._origin(argument)
+        name = argument.args[0].name if argument.target is operator.getitem else argument.name
+        return _RecvInfo(name, origin.stage, None, self._described(example))
 
     def _described(self, example: torch.Tensor) -> _TensorMeta:
         """What goes from stage to stage. It was traced without gradients, whatever the training needs."""
@@ -149,13 +187,12 @@ class _PipelineStage(_PipelineStageBase):
     def _create_act_send_info(self) -> dict[int, list[Any]]:
         """For every output the stages that it goes to."""
         found: dict[int, list[Any]] = {}
-        index = 0
         for user in self.node.users:
             is_item = user.target is operator.getitem
             users = list(user.users) if is_item else [user]
             stages = [stage for stage in map(self.find_dst_rank, users) if stage is not None]
-            found.setdefault(index, []).extend(stages)
-            index += is_item
+            output: Any = user.args[1] if is_item else 0
+            found.setdefault(output, []).extend(stages)
         values = [value.meta["val"] for value in flatten_args(self._get_output_node().args)]
         for place, value in enumerate(values):
             self._refuse_distributed(value, f"output {place}")
@@ -176,19 +213,25 @@ class _PipelineStage(_PipelineStageBase):
         outputs = self._stage_meta.outputs
         if outputs is None:
             raise PipeliningMetadataError(f"stage {self.stage_index}: its outputs are not known yet")
-        infos = []
-        for index, derived in enumerate(_derive_grad_metas(outputs)):
-            stages = act_send_info.get(index, [])
-            if stages and derived is not None and len(stages) != 1:
-                raise PipeliningMetadataError(
-                    f"stage {self.stage_index}: output {index} goes to stages {stages}; the backward of skip "
-                    "connections is not supported yet"
-                )
+        infos, numbers, metas = [], [], []
+        for output, derived in enumerate(_derive_grad_metas(outputs)):
+            stages = act_send_info.get(output, [])
             meta: TensorMeta | None = derived if stages else None
-            source = stages[0] if stages else self.stage_index + 1
-            infos.append(_RecvInfo(f"recv_grad_for_{self.stage_index}_from_{source}", source, None, meta))
-        self._stage_meta.output_grads = tuple(info.tensor_meta for info in infos)
+            metas.append(meta)
+            for source in stages or [self.stage_index + 1]:
+                infos.append(_RecvInfo(f"recv_grad_for_{self.stage_index}_from_{source}", source, None, meta))
+                numbers.append(output)
+        self._gradient_outputs = tuple(numbers)
+        self._stage_meta.output_grads = tuple(metas)
         return tuple(infos)
+
+
+def _placeholders(nodes: Iterable[fx.Node]) -> set[str]:
+    return {node.name for node in nodes if node.op == "placeholder"}
+
+
+def _may_have_gradient(example: Any) -> bool:
+    return example is None or is_differentiable(example.dtype)
 
 
 def build_stage(
