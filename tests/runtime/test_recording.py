@@ -6,6 +6,7 @@ import torch
 import penstock as ps
 from penstock.errors import RunError
 from penstock.ir.actions import ComputationType
+from penstock.ir.edges import chain
 from penstock.runtime import Pipeline, run_in_threads
 from runtime.logical_time import LogicalTime
 
@@ -205,3 +206,53 @@ def test_a_step_that_fails_ends_the_recording():
         pipe.step(torch.ones(1, 1), target=torch.ones(1, 1))
     assert (pipe._engine.recording, pipe.transport) == (None, transport)
     pipe.close()
+
+
+SKIPS = [*chain(4), ps.Edge(0, (3,)), ps.Edge(0, (2,), gradient=False)]
+
+
+class Passing(torch.nn.Module):
+    """Returns as many tensors of four numbers per sample as edges start at it."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.values = values
+
+    def forward(self, *inputs):
+        hidden = self.layer(sum(inputs))
+        return tuple(hidden * number for number in range(1, self.values + 1)) if self.values > 1 else hidden
+
+
+@pytest.mark.parametrize("shapes", ["inferred", "per_microbatch"])
+def test_bytes_are_counted_by_link(shapes):
+    """One on which both stages are on one rank sends nothing; a simulation predicts the same."""
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=3)
+    assert schedule.placement.rank_of == (0, 1, 1, 0)
+
+    def worker(transport):
+        stages = {index: Passing(3 if index == 0 else 1) for index in schedule.placement.stages_of(transport.rank)}
+        with Pipeline(
+            stages,
+            schedule,
+            edges=SKIPS,
+            loss_fn=torch.nn.functional.mse_loss,
+            transport=transport,
+            shapes=shapes,
+        ) as pipe:
+            with pipe.recording() as record:
+                pipe.step(torch.ones(6, 4), target=torch.ones(6, 4))
+            return record.bytes_between, record.bytes_sent, [str(timed.action) for timed in record.steps[0]]
+
+    first, second = run_in_threads(worker, 2)
+    size = 6 * 4 * torch.get_default_dtype().itemsize
+    header = 3 * 512 if shapes == "per_microbatch" else 0
+    expected = {(0, 1): size, (0, 2): size, (2, 3): size}
+    assert {ends: sent - header for ends, sent in first[0].items() if ends[0] < ends[1]} == expected
+    assert {ends: sent for ends, sent in first[0].items() if ends[0] > ends[1]} == {(1, 0): size, (3, 2): size}
+    assert first[:2] == second[:2]
+    assert {"0SEND_F0", "0SEND_F1@2"} <= set(first[2])
+    assert "2RECV_F0@0" in second[2]
+    costs = ps.Costs(activation_bytes=size / 3, bandwidth=1)
+    predicted = ps.simulate(schedule.with_edges(SKIPS), costs).bytes_sent
+    assert first[1] == tuple(sent + header * (2, 1)[rank] for rank, sent in enumerate(predicted))

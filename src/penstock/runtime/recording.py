@@ -25,6 +25,7 @@ from penstock.ir.actions import (
     UNSHARD,
 )
 from penstock.runtime.custom_functions import Custom
+from penstock.runtime.sent_bytes import SentBytes
 from penstock.simulation.costs import Costs
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ class Recording:
         makespan: how long the step took, from its start to the end of the last rank.
         busy: how long each rank was busy with its own actions.
         ends: when each rank had run its last action.
+        bytes_sent: how many bytes each rank sent to others.
+        bytes_between: how many bytes each stage sent to each other one, by the two; nothing between stages of one rank.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -92,6 +95,9 @@ class Recording:
         self.makespan = 0.0
         self.busy: tuple[float, ...] = ()
         self.ends: tuple[float, ...] = ()
+        self.bytes_sent: tuple[int, ...] = ()
+        self.bytes_between: Mapping[tuple[int, int], int] = {}
+        self._sent = SentBytes(engine.schedule)
         self._engine = engine
         self._stages = engine.schedule.stages
         self._before: tuple[Transport, ProgramCache] | None = None
@@ -160,9 +166,10 @@ class Recording:
         self._engine.transport.exchange(b"")
         self.steps.append([])
         self._open = True
-        self._begun = time.perf_counter()
         try:
-            program.run(step, progress)
+            with self._sent.step():
+                self._begun = time.perf_counter()
+                program.run(step, progress)
         finally:
             self._open = False
 
@@ -188,6 +195,10 @@ class Recording:
             self.steps[-1].append(TimedAction(action, begin - self._begun, end - self._begun, self._waited))
 
         return run
+
+    def note_sent(self, tensor: torch.Tensor, tag: int) -> None:
+        """Count the bytes of a tensor that is sent."""
+        self._sent.note(tensor, tag)
 
     def wait(self, pending: Pending) -> object:
         """Wait for a transfer, and record for how long."""
@@ -219,6 +230,9 @@ class Recording:
         self.makespan = lengths[typical]
         self.busy = tuple(rank["busy"][typical] for rank in ranks)
         self.ends = tuple(rank["ends"][typical] for rank in ranks)
+        sent = [rank["sent"][typical] for rank in ranks]
+        self.bytes_sent = tuple(sum(size for *_, size in each) for each in sent)
+        self.bytes_between = {(source, target): size for each in sent for source, target, size in sorted(each)}
         self._times = defaultdict(dict)
         for rank in ranks:
             for field, stage, taken in rank["times"]:
@@ -237,6 +251,7 @@ class Recording:
             "times": [(field, stage, median(each)) for (field, stage), each in means.items()],
             "busy": [sum(timed.own for timed in step) for step in working],
             "ends": [max((timed.end for timed in step), default=0.0) for step in working],
+            "sent": [[(*ends, size) for ends, size in sent.items()] for sent in self._sent.steps],
         }
 
     def _per_stage(self, field: str) -> list[float]:
@@ -302,6 +317,7 @@ class _TimedTransport:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Post a send."""
+        self._record.note_sent(tensor, tag)
         return self._post(self._transport.send, tensor, peer, tag)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
