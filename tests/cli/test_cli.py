@@ -386,3 +386,22 @@ def test_what_the_readme_shows_is_what_is_printed(tmp_path):
     checked = penstock("check", "swapped.csv", cwd=tmp_path).stdout
     block = readme.partition("$ penstock check swapped.csv\n")[2].partition("```")[0]
     assert block.split() == checked.split()
+
+
+def test_edges_beyond_the_chain(tmp_path):
+    schedule = ps.build("1F1B", ranks=3, microbatches=1)
+    schedule.with_edges([*schedule.edges, ps.Edge(0, (2,), "skip")]).write(tmp_path / "skip.json")
+    shown = penstock("show", "skip.json", "--lower", "--no-unshard", cwd=tmp_path).stdout
+    assert shown.startswith("edges: 0>1 0>2 1>2\nstep ")
+    assert "0SEND_F0@2" in shown
+    assert penstock("check", "skip.json", "--lower", cwd=tmp_path).returncode == 0
+    refused = penstock("convert", "skip.json", "skip.csv", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "PyTorch's CSV holds chains only, but the schedule has edge 0>2 (skip)" in " ".join(refused.stderr.split())
+    assert penstock("convert", "skip.json", "skip.txt", cwd=tmp_path).returncode == 0
+    assert ps.read(tmp_path / "skip.txt") == ps.read(tmp_path / "skip.json")
+    (tmp_path / "costs.toml").write_text("activation_bytes = [10, 50, 10]\nbandwidth = 100\n")
+    told = penstock("simulate", "skip.json", "--costs", "costs.toml", cwd=tmp_path).stdout
+    assert "bytes sent by all ranks: 140" in told
+    facts = json.loads(penstock("simulate", "skip.json", "--costs", "costs.toml", "--json", cwd=tmp_path).stdout)
+    assert [rank["bytes_sent"] for rank in facts["ranks"]] == [60, 20, 60]
