@@ -48,7 +48,10 @@ def redirected(cell, chance, schedule):
 
 def mutated(rows, schedule, chance):
     rows = [list(row) for row in rows]
-    rank = chance.choice([rank for rank, row in enumerate(rows) if row])
+    busy = [rank for rank, row in enumerate(rows) if row]
+    if not busy:
+        return rows  # everything has been deleted
+    rank = chance.choice(busy)
     row, place = rows[rank], chance.randrange(len(rows[rank]))
     changes = ["delete", "duplicate", "swap", "retype", "reindex", "move"]
     change = chance.choice(changes if schedule.is_chain else [*changes, "redirect"])

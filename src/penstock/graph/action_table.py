@@ -186,7 +186,8 @@ class ActionTable:
             raise ScheduleError(
                 f"{self.stages} stages x {self.microbatches} microbatches need far more actions than the schedule has"
             )
-        shape = int(self._number_of_table.max()) + 1, (self.stages + 2 * self.padding) * self.stride
+        last = max(map(max, self._numbers_of_tables))
+        shape = last + 1, (self.stages + 2 * self.padding) * self.stride
         tables = np.full(shape, NONE, index_dtype(len(self)))
         for block in reversed(blocks(len(self))):
             positions, entries = self._entries(block)
@@ -194,7 +195,7 @@ class ActionTable:
         return tables
 
     @cached_property
-    def _number_of_table(self) -> Positions:
+    def _numbers_of_tables(self) -> list[list[int]]:
         """The index of each type's table, by distance; types without actions share the first one, which stays empty."""
         numbers = count(1)
         found = [next(numbers) if many and kind != packed.IDLE else 0 for kind, many in enumerate(self._count)]
@@ -202,7 +203,7 @@ class ActionTable:
             [next(numbers) if many and _IS_TRANSFER[kind] else 0 for kind, many in enumerate(self._count)]
             for _ in self.routes.distances[1:]
         ]
-        return np.array([found, *others])
+        return [found, *others]
 
     def _entries(self, block: slice) -> tuple[Positions, Positions]:
         """Return the actions of a block that are in range, and the index of each into all tables, flattened."""
@@ -210,17 +211,17 @@ class ActionTable:
         inside = None if self.all_in_range else self.in_range[block]
         if self.has_hops:
             distance = self.routes.number_of(packed.hops(self.codes[block]) + 1)
-            table = self._number_of_table[distance, self.kind[block]]
+            table = np.array(self._numbers_of_tables)[distance, self.kind[block]]
             inside = distance != NONE if inside is None else inside & (distance != NONE)
         else:
-            table = self._number_of_table[0].take(self.kind[block])
+            table = np.array(self._numbers_of_tables[0]).take(self.kind[block])
         entries = table * ((self.stages + 2 * self.padding) * self.stride) + self.slots_at(block)
         return (positions, entries) if inside is None else (positions[inside], entries[inside])
 
     @cached_property
     def has_hops(self) -> bool:
         """Whether any transfer goes further than to the next stage."""
-        return packed.has_hops(self.codes)
+        return self.has_transfers and packed.has_hops(self.codes)
 
     @cached_property
     def duplicates(self) -> Positions:
@@ -301,7 +302,7 @@ class ActionTable:
     def table(self, kind: ComputationType, distance: int = 1) -> Positions:
         """Return the first position of this type for every slot; ``NONE`` if missing. Transfers are by distance."""
         number = 0 if distance == 1 else self.routes.distances.index(distance)
-        return np.asarray(self._tables[self._number_of_table[number, packed.TYPE_NUMBER[kind]]])
+        return np.asarray(self._tables[self._numbers_of_tables[number][packed.TYPE_NUMBER[kind]]])
 
     def position_grid(self, kind: ComputationType) -> Positions:
         """Return the table of this type as a grid, with a row per stage and a column per microbatch."""
@@ -366,13 +367,18 @@ class ActionTable:
             parts = [(mine[block], self.slots_at(mine[block])) for block in blocks(len(mine))]
             for need in wanted:
                 table = self.first_table(need.any_of)
-                for offset, linked in self.routes.offsets(need):
-                    for waiting, slots in parts:
-                        if linked is None:
-                            yield waiting, table[slots + offset * self.stride]
-                        else:
-                            has_link = linked[self.stages_of_slots(slots)].nonzero()[0]
-                            yield waiting[has_link], table[slots[has_link] + offset * self.stride]
+                for distance, linked in self.routes.providers(need):
+                    offset = need.stage_offset * distance * self.stride
+                    for waiting, slots in parts if linked is None else self._with_link(parts, linked):
+                        yield waiting, table[slots + offset]
+
+    def _with_link(
+        self, parts: Iterable[tuple[Positions, Positions]], linked: NDArray[np.bool_]
+    ) -> Iterator[tuple[Positions, Positions]]:
+        """Keep the positions whose stages have a link, and their slots."""
+        for waiting, slots in parts:
+            has_link = linked[self.stages_of_slots(slots)].nonzero()[0]
+            yield waiting[has_link], slots[has_link]
 
 
 def _concatenate_pairs(parts: list[tuple[Positions, Positions]]) -> tuple[Positions, Positions]:

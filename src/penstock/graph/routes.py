@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from penstock.ir.dependencies import TRANSFERS, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Stages = NDArray[np.bool_]
 
 _NO_NUMBER: Final = -1
+_NEXT_STAGE: Final = ((1, None),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,19 +53,17 @@ class Routes:
         """Whether every stage exchanges with the next, and with no other."""
         return self.values is None
 
-    @property
+    @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """How values and gradients get to other ranks: two transfers for every distance."""
-        if self.is_chain:
-            return TRANSFERS
         return tuple(transfer.over(distance) for distance in self.distances for transfer in TRANSFERS)
 
-    def offsets(self, need: Need) -> Sequence[tuple[int, Stages | None]]:
-        """Return which stages, relative to a waiting one, provide a need, and to which stages; None is all of them."""
+    def providers(self, need: Need) -> Iterable[tuple[int, Stages | None]]:
+        """Return how far away stages that provide a need are, and to which stages they do; None is all of them."""
         linked = self.values if need.stage_offset < 0 else self.gradients
         if linked is None or need.stage_offset == 0:
-            return ((need.stage_offset, None),)
-        return [(need.stage_offset * distance, linked[number]) for number, distance in enumerate(self.distances)]
+            return _NEXT_STAGE
+        return zip(self.distances, linked, strict=True)
 
     def receivers(self, transfer: Transfer) -> Stages | None:
         """Return which stages receive by this transfer; None for all that have a neighbour."""

@@ -2,8 +2,8 @@
 
 ::
 
-    bit   62 .... 49   48 .... 34   33 ............ 5     4        3 .. 0
-          hop          stage        microbatch + 1        joined   type
+    bit   62 .... 48   47 .... 34   33 ............ 5     4        3 .. 0
+          stage        hop          microbatch + 1        joined   type
 
 Types are numbered from 1 in the order of ``ComputationType``, so a code of 0 is an idle step. An overlap has no code:
 its sub-actions follow each other, and each but the first is *joined* to the one before it. The hop of a transfer is the
@@ -42,11 +42,11 @@ JOINED: Final = 1 << 4
 
 _TYPE_MASK: Final = (1 << 4) - 1
 _MICROBATCH_SHIFT: Final = 5
-_STAGE_SHIFT: Final = 34
-_HOP_SHIFT: Final = 49
-_MICROBATCH_MASK: Final = (1 << (_STAGE_SHIFT - _MICROBATCH_SHIFT)) - 1
-_STAGE_MASK: Final = (1 << (_HOP_SHIFT - _STAGE_SHIFT)) - 1
-_STAGE_BITS: Final = _STAGE_MASK << _STAGE_SHIFT
+_HOP_SHIFT: Final = 34
+_STAGE_SHIFT: Final = 48
+_MICROBATCH_MASK: Final = (1 << (_HOP_SHIFT - _MICROBATCH_SHIFT)) - 1
+_HOP_MASK: Final = (1 << (_STAGE_SHIFT - _HOP_SHIFT)) - 1
+_HOP_BITS: Final = _HOP_MASK << _HOP_SHIFT
 
 _TYPES: Final = (None, *ComputationType)
 TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
@@ -154,17 +154,17 @@ def _unpack_parts(codes: Codes) -> list[Action | None]:
 
 def stages(codes: Codes) -> NDArray[np.int64]:
     """Return the stage of each code."""
-    return (codes >> _STAGE_SHIFT) & _STAGE_MASK
+    return codes >> _STAGE_SHIFT
 
 
 def has_hops(codes: Codes) -> bool:
     """Return whether any transfer goes further than to the next stage."""
-    return bool(len(codes) and codes.max() >> _HOP_SHIFT)
+    return bool(int(np.bitwise_or.reduce(codes)) & _HOP_BITS)
 
 
 def hops(codes: Codes) -> NDArray[np.int64]:
     """Return the number of stages between the stage of each transfer and the one it exchanges with."""
-    return codes >> _HOP_SHIFT
+    return (codes >> _HOP_SHIFT) & _HOP_MASK
 
 
 def add_hops(codes: Codes, hops: NDArray[np.int64] | int) -> Codes:
@@ -181,10 +181,7 @@ def largest(codes: Codes) -> tuple[int, int]:
     """Return the largest stage and the largest microbatch; -1 if there are none."""
     if not len(codes):
         return -1, -1
-    stage = int(codes.max())
-    if stage >> _HOP_SHIFT:
-        stage = int((codes & _STAGE_BITS).max())
-    return stage >> _STAGE_SHIFT, (int((codes & _MICROBATCH_BITS).max()) >> _MICROBATCH_SHIFT) - 1
+    return int(codes.max()) >> _STAGE_SHIFT, (int((codes & _MICROBATCH_BITS).max()) >> _MICROBATCH_SHIFT) - 1
 
 
 def types(codes: Codes) -> NDArray[np.int64]:

@@ -159,10 +159,10 @@ def _rows(actions: ActionTable, rounds: Positions, transfers: _Transfers, ranks:
     order = order_by(
         np.concatenate([actions.rank[own], actions.rank[made_here], transfers.receiver[coming]]) - ranks.start, turns
     )
-    sends, receives = _sends(actions.codes[made_here]), _receives(actions.codes[made_there], 1)
-    if not isinstance(transfers.distance, int):
-        sends = packed.add_hops(sends, transfers.distance[sent] - 1)
-        receives = _receives(actions.codes[made_there], transfers.distance[coming])
+    sends, distance = _sends(actions.codes[made_here]), transfers.distance
+    if not isinstance(distance, int):
+        sends, distance = packed.add_hops(sends, distance[sent] - 1), distance[coming]
+    receives = _receives(actions.codes[made_there], distance)
     return np.concatenate([actions.codes[own], sends, receives])[order], turns[order]
 
 
@@ -172,10 +172,12 @@ def _sends(made: Codes) -> Codes:
 
 
 def _receives(made: Codes, distance: Positions | int) -> Codes:
-    """Return the receives of what these actions produce, on the stages that it goes to, this far away."""
+    """Return the receives of what these actions produce, on the stages that it goes to, this far away; 1 in a chain."""
     kind = packed.types(made)
-    receives = packed.shift_stages(packed.with_kinds(made, _RECEIVE[kind]), _DIRECTION[kind] * distance)
-    return receives if isinstance(distance, int) else packed.add_hops(receives, distance - 1)
+    receives = packed.with_kinds(made, _RECEIVE[kind])
+    if isinstance(distance, int):
+        return packed.shift_stages(receives, _DIRECTION[kind])
+    return packed.add_hops(packed.shift_stages(receives, _DIRECTION[kind] * distance), distance - 1)
 
 
 def _rounds(actions: ActionTable) -> Positions:
