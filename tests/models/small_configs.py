@@ -5,8 +5,12 @@ import contextlib
 import torch
 
 SMALL = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "word_embed_proj_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", "n_inner", "d_inner"), 64),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim", "word_embed_proj_dim"), 32
+    ),
+    **dict.fromkeys(
+        ("intermediate_size", "d_ff", "ffn_dim", "ffn_hidden_size", "hidden_dim", "n_inner", "d_inner"), 64
+    ),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "moe_intermediate_size", "block_ff_dim"), 64),
     **dict.fromkeys(("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "dense_ffn_dim"), 64),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 4),
@@ -15,12 +19,16 @@ SMALL = {
     **dict.fromkeys(("decoder_attention_heads",), 4),
     **dict.fromkeys(("num_key_value_heads", "multi_query_group_num", "num_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "kv_channels", "d_kv", "attention_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim", "q_lora_rank", "kv_lora_rank", "mamba_d_state", "state_size"), 8),
+    **dict.fromkeys(
+        ("qk_rope_head_dim", "rotary_dim", "q_lora_rank", "kv_lora_rank", "mamba_d_state", "state_size"), 8
+    ),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 99),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "top_k", "moe_topk", "moe_k", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"), 1
+    ),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_value_heads", "linear_num_key_heads"), 4),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16),
     **dict.fromkeys(("sliding_window", "attention_window", "local_attention", "attention_window_size"), 8),
@@ -53,6 +61,8 @@ def build(name, kind):
     import transformers
 
     model_class = getattr(transformers, name)
+    if model_class.config_class.sub_configs:
+        raise LookupError("the configuration is composite")
     reason = "no guess"
     for left_out in DERIVED:
         try:

@@ -48,8 +48,9 @@ class Plan(NamedTuple):
         """The keyword arguments that only later stages need, such as labels."""
         if self.stage == self.stages - 1:
             return frozenset()
-        read = {source.name for call in self.record.calls[: self.end] for source in _all_feeds(call)}
-        later = [*self.record.calls[self.end :]]
+        # The arguments of the call at which the forward ends are computed, too.
+        read = {source.name for call in self.record.calls[: self.end + 1] for source in _all_feeds(call)}
+        later = self.record.calls[self.end + 1 :]
         rest = {source.name for call in later for source in _all_feeds(call) if source.kind == INPUT}
         rest |= {source.name for source in self.record.result if source.kind == INPUT}
         return frozenset(rest - read) & frozenset(self.record.keywords)
