@@ -55,6 +55,7 @@ bench: setup
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python benchmarks/dropin.py
+	$(BIN)/python benchmarks/skips.py
 
 format: setup
 	$(BIN)/ruff format .

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from itertools import chain
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
 
@@ -232,7 +233,7 @@ class Recording:
         self.ends = tuple(rank["ends"][typical] for rank in ranks)
         sent = [rank["sent"][typical] for rank in ranks]
         self.bytes_sent = tuple(sum(size for *_, size in each) for each in sent)
-        self.bytes_between = {(source, target): size for each in sent for source, target, size in sorted(each)}
+        self.bytes_between = {(source, target): size for source, target, size in sorted(chain.from_iterable(sent))}
         self._times = defaultdict(dict)
         for rank in ranks:
             for field, stage, taken in rank["times"]:
