@@ -47,6 +47,7 @@ class LinkedStage(_PipelineStageBase):
 
     edges: tuple[Edge, ...]
     origins: tuple[Origin, ...]
+    _takes_model_arguments = True
     #: What the gradients in ``grad_recv_info`` are those of: outputs by number.
     _gradient_outputs: tuple[int, ...] = ()
 

@@ -40,6 +40,9 @@ class StageMessages(StageState):
     is. So there are as many as are in flight or on their way, however many microbatches there are.
     """
 
+    #: Whether a stage other than the first may be passed arguments of the model, by keyword.
+    _takes_model_arguments = False
+
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
         """An operation for everything that comes from another stage."""
         return [self._operation(dist.irecv, memory, source) for memory, source in self._receive_buffers(recv_infos)]
@@ -283,7 +286,9 @@ class StageMessages(StageState):
         activations = []
         for info in self.args_recv_info[fwd_chunk_id]:
             if info.is_root_arg:
-                continue  # an argument of the model, which is not received
+                if self._takes_model_arguments:
+                    continue
+                raise PipeliningMetadataError(f"{info.input_name} is an argument of the model, which is not received")
             buffer, meta = info.buffer, info.tensor_meta
             if buffer is None or meta is None:
                 missing = "buffer" if buffer is None else "metadata"
