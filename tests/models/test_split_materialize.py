@@ -8,8 +8,10 @@ import penstock as ps
 from models.families import FAMILIES, builder
 from penstock.errors import SplitError
 from penstock.ir.placement import Placement
+from penstock.models import split as split_module
 from penstock.models.self_check import run_stages
 from penstock.models.split import Split
+from penstock.runtime import Pipeline, run_in_threads
 
 SEED = 11
 TEXT = [family for family in FAMILIES if family != "vit"]
@@ -205,3 +207,46 @@ def test_a_rank_outside_of_the_placement_is_refused():
         split.materialize(0, Placement((0, 1, 2), 3))
     with pytest.raises(SplitError, match="need a placement"):
         split.materialize(0)
+
+
+def test_a_missing_value_is_noticed_without_parameters(monkeypatch):
+    """The self-check finds, on the meta device, that a stage reads what no edge brings."""
+
+    class Skipping(Layers):
+        def forward(self, x):
+            first = self.layers[0](x)
+            second = self.layers[1](first)
+            return self.layers[3](self.layers[2](second) + first)
+
+    found = split_module.find_flow
+
+    def forgetful(*args):
+        flow = found(*args)
+        return flow._replace(edges=tuple(edge._replace(targets=edge.targets[:1]) for edge in flow.edges))
+
+    layout = [["layers.0"], ["layers.1"], ["layers.2", "layers.3"]]
+    assert [str(edge)[:5] for edge in ps.split(Skipping, layout=layout, example=EXAMPLE).edges] == ["0>1,2", "1>2 ("]
+    monkeypatch.setattr(split_module, "find_flow", forgetful)
+    for model in (Skipping, Skipping()):
+        with pytest.raises(SplitError, match=r"a stage reads a value of 'layers.0' that was not found to be needed"):
+            ps.split(model, layout=layout, example=EXAMPLE)
+
+
+def test_a_pipeline_of_a_callable_trains_like_the_whole_model():
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=4)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    torch.manual_seed(SEED)
+    split = ps.split(Layers, stages=4, example=EXAMPLE)
+
+    def train(transport):
+        with Pipeline(split, schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+            pipe.step(*([x] if pipe.has_first else []), target=y if pipe.has_last else None)
+        stages = split.stages(transport.rank, schedule.placement)
+        return {name: value.grad for module in stages.values() for name, value in module.named_parameters()}
+
+    whole = seeded(Layers)
+    nn.functional.mse_loss(whole(x), y).backward()
+    first, second = run_in_threads(train, 2)
+    assert len(first) == len(second) == 4
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close((first | second)[name], parameter.grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from penstock.models.materialize import materialize_model
 from penstock.models.meta_forward import MetaForward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
 
 class ModelSource:
@@ -73,9 +73,23 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def examination(model: nn.Module) -> AbstractContextManager[object]:
-    """Return the context in which a forward of the model runs, even on the meta device."""
-    return MetaForward() if is_on_meta(model) else nullcontext()
+@contextmanager
+def examination(model: nn.Module) -> Iterator[None]:
+    """Make a context in which a forward of the model runs, even on the meta device."""
+    if not is_on_meta(model):
+        yield
+        return
+    try:
+        with MetaForward():
+            yield
+    except SplitError as error:
+        if error.__cause__ is None:
+            raise
+        raise SplitError(
+            f"{error}; the model has no values here: if it runs when it has some, split the built model, or use the "
+            "description of a smaller one with the same modules (Split.from_json)",
+            unit=error.unit,
+        ) from error
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

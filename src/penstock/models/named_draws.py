@@ -104,6 +104,12 @@ def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
     return reads, writes
 
 
+def is_view(func: Any) -> bool:
+    """Return whether an operator returns the memory of an argument, unchanged."""
+    aliases = [value.alias_info for value in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in what an operator takes or returns."""
     return [item for item in _flatten(value) if isinstance(item, Tensor)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.models.named_draws import NamedDraws, arguments_of, memory_of, tensors_in
+from penstock.models.named_draws import NamedDraws, arguments_of, is_view, memory_of, tensors_in
 from penstock.models.registrations import Survey, describe
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ReleasedMemory(NamedDraws):  # type: ignore[no-untyped-call]
             return args[0]
         sources = self._sources(reads if fills else [*reads, *writes])
         for tensor in [*reads, *writes]:
-            self._restore(tensor, clear=not (fills or _is_view(func)))
+            self._restore(tensor, clear=not (fills or is_view(func)))
         result = func(*args, **kwargs)
         results = tensors_in(result)
         if sources and (_DECIDING & set(func.tags) or not results):
@@ -198,8 +198,3 @@ class _DirectReads(TorchFunctionMode):
         if getattr(func, "__name__", "") in _DIRECT:
             self._memory.check(tensors_in(args))
         return func(*args, **(kwargs or {}))
-
-
-def _is_view(func: Any) -> bool:
-    aliases = [value.alias_info for value in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
