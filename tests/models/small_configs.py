@@ -41,16 +41,19 @@ SMALL = {
 }
 
 
-#: Attributes that some configurations derive from others: left out one group after the other until a model runs.
-DERIVED = (
-    (),
-    ("head_dim",),
-    ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-    ("head_dim", "mamba_d_head", "mamba_n_heads", "mamba_head_dim", "mamba_num_heads"),
-    ("layer_types", "sliding_window"),
-    ("layer_types", "head_dim", "num_hidden_layers"),
+#: Attributes that some configurations derive from others (None), or need otherwise: tried until a model runs.
+VARIANTS = (
+    {},
+    {"num_key_value_heads": 4},
+    {"head_dim": None},
+    {"head_dim": None, "num_key_value_heads": 4},
+    {"head_dim": None, "mamba_d_head": None, "mamba_n_heads": None, "mamba_head_dim": None, "mamba_num_heads": None},
+    {"layer_types": None, "sliding_window": None},
+    {"layer_types": None, "head_dim": None, "num_hidden_layers": None},
+    {"attention_types": [[["global", "local"], 2]]},
+    {"hidden_size_per_layer_input": 0},
 )
-LARGEST = 3_000_000
+LARGEST = 8_000_000
 
 
 def build(name, kind):
@@ -64,9 +67,9 @@ def build(name, kind):
     if model_class.config_class.sub_configs:
         raise LookupError("the configuration is composite")
     reason = "no guess"
-    for left_out in DERIVED:
+    for variant in VARIANTS:
         try:
-            config = _guess(model_class.config_class, kind, left_out)
+            config = _guess(model_class.config_class, kind, variant)
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in model_class(config).parameters())
             if size > LARGEST:
@@ -92,7 +95,7 @@ def _run(model):
             raise LookupError(f"the loss of the unsplit model is {loss}")
 
 
-def _guess(config_class, kind, left_out):
+def _guess(config_class, kind, variant):
     default = config_class()
     arguments = {key: value for key, value in SMALL.items() if hasattr(default, key)}
     if kind == "causal" and hasattr(default, "is_decoder"):
@@ -101,10 +104,11 @@ def _guess(config_class, kind, left_out):
     if isinstance(layer_types, list):
         kinds = list(dict.fromkeys(layer_types))
         arguments["layer_types"] = [kinds[number % len(kinds)] for number in range(4)]
+    arguments |= {key: value for key, value in variant.items() if hasattr(default, key)}
     arguments = {
         key: value
         for key, value in arguments.items()
-        if key not in left_out and not isinstance(getattr(config_class, key, None), property)
+        if value is not None and not isinstance(getattr(config_class, key, None), property)
     }
     config = config_class(**arguments)
     for key, value in vars(config).items():

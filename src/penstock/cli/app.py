@@ -12,6 +12,7 @@ from penstock.cli.check import check_command
 from penstock.cli.compare import compare
 from penstock.cli.convert import convert
 from penstock.cli.demo import demo
+from penstock.cli.describe import describe
 from penstock.cli.run import RUN_SETTINGS, run
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate_command
@@ -43,6 +44,7 @@ app.command()(show)
 app.command("check")(check_command)
 app.command("simulate")(simulate_command)
 app.command()(compare)
+app.command()(describe)
 app.command()(view)
 app.command()(convert)
 app.command(context_settings=RUN_SETTINGS)(run)
@@ -61,4 +63,4 @@ def penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Build, draw, verify, simulate, run, read and write pipeline-parallel schedules."""
+    """Build, draw, verify, simulate, run, read and write pipeline-parallel schedules; split models for them."""
