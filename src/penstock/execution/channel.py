@@ -32,6 +32,7 @@ class Progress:
         index: the current operation; -1 between steps.
         waiting: whether it waits; None if unknown.
         call: what the user has called last.
+        awaited: the rank and the text of what it waits for now, where it waits for several messages in turn.
     """
 
     labels: Sequence[str] = ()
@@ -41,6 +42,7 @@ class Progress:
     index: int = -1
     waiting: bool | None = None
     call: str = "exchange()"
+    awaited: tuple[int, str] | None = None
 
     def enter(self, labels: Sequence[str], peers: Sequence[int | None], waits: Sequence[str]) -> None:
         """Begin a step with these operations."""
@@ -49,6 +51,7 @@ class Progress:
         self.peers = peers
         self.waits = waits
         self.waiting = False
+        self.awaited = None
         self.step += 1
 
 

@@ -96,7 +96,8 @@ class LinkBuilder:
         entering = [links.by_ends[link.source, link.target] for link in described]
         if len(entering) == 1 and described[0].gradient:
             return entering[0]
-        return FanIn(entering, index, self._microbatches, [link.gradient for link in described])
+        returning = [link.gradient for link in described]
+        return FanIn(entering, index, self._microbatches, returning, self._transport.progress)
 
     def _outbound(self, index: int, links: RankLinks, loss_fn: LossFunction | None) -> Outbound:
         if index == len(self._wiring.rank_of) - 1:
@@ -105,8 +106,10 @@ class LinkBuilder:
         leaving = [links.by_ends[link.source, link.target] for link in outputs.links]
         if outputs.is_plain:
             return leaving[0]
+        if not leaving:
+            return NoOutputs()
         modifiable = links.may_be_modified(index)
-        return FanOut(outputs, leaving, self._microbatches, modifiable=modifiable) if leaving else NoOutputs()
+        return FanOut(outputs, leaving, self._microbatches, self._transport.progress, modifiable=modifiable)
 
     def _local(self, link: Link, *, modifiable: bool) -> LinkEnds | None:
         if link.source in self._stages and link.target in self._stages:

@@ -124,6 +124,9 @@ class LinkEnds(Inbound, Outbound, Protocol):
     def receive_gradients(self, microbatch: int) -> Operation | None:
         """Build RECV_B; None if there is nothing to do."""
 
+    def awaits(self, microbatch: int, *, gradients: bool) -> tuple[int, str] | None:
+        """The rank that its value, or its gradients, come from, and the text of their receive; None from this rank."""
+
 
 class LastEnd:
     """The end of a pipeline: backwards start with the gradient of the loss."""

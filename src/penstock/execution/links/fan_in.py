@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from penstock.execution.channel import Progress
     from penstock.execution.links import GiveGradients, LinkEnds, Take, Taken, Tensors, Watched
     from penstock.execution.shared_memory import Kin
     from penstock.execution.step import Step
@@ -22,19 +23,27 @@ class FanIn:
         stage: the stage that they lead to.
         microbatches: how many microbatches there are.
         returning: for each link, whether gradients go back over it.
+        progress: shows what is waited for.
     """
 
-    def __init__(self, links: Sequence[LinkEnds], stage: int, microbatches: int, returning: Sequence[bool]) -> None:
+    def __init__(
+        self, links: Sequence[LinkEnds], stage: int, microbatches: int, returning: Sequence[bool], progress: Progress
+    ) -> None:
         self._links = links
+        self._progress = progress
         self._base = stage * microbatches
         self._returning = returning
 
     def take(self, microbatch: int) -> Take:
         """Get what the stage is called with."""
-        slot, takes = self._base + microbatch, [link.take(microbatch) for link in self._links]
+        slot, progress = self._base + microbatch, self._progress
+        takes = [(link.take(microbatch), link.awaits(microbatch, gradients=False)) for link in self._links]
 
         def take(step: Step) -> Taken:
-            found = [take_one(step) for take_one in takes]
+            found = []
+            for take_one, progress.awaited in takes:
+                found.append(take_one(step))
+            progress.awaited = None
             taken = [one for one in found if one is not None]
             if len(taken) < len(found):
                 return None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
+    from penstock.execution.channel import Progress
     from penstock.execution.links import Give, LinkEnds, TakeGradients
     from penstock.execution.shared_memory import Kin
     from penstock.execution.step import Step
@@ -132,12 +133,20 @@ class FanOut:
         outputs: what leaves the stage.
         links: its links, in the order of ``outputs.links``.
         microbatches: how many microbatches there are.
+        progress: shows what is waited for.
         modifiable: whether a later stage may modify its inputs in place.
     """
 
     def __init__(
-        self, outputs: OutputValues, links: Sequence[LinkEnds], microbatches: int, *, modifiable: bool = True
+        self,
+        outputs: OutputValues,
+        links: Sequence[LinkEnds],
+        microbatches: int,
+        progress: Progress,
+        *,
+        modifiable: bool = True,
     ) -> None:
+        self._progress = progress
         self._outputs = outputs
         self._links = links
         self._base = outputs.stage * microbatches
@@ -168,15 +177,18 @@ class FanOut:
 
     def take_gradients(self, microbatch: int) -> TakeGradients:
         """Get the gradients of the outputs: of each, the sum over its targets, in their order."""
-        slot = self._base + microbatch
+        slot, progress = self._base + microbatch, self._progress
         takes = [
-            link.take_gradients(microbatch)
+            (link.take_gradients(microbatch), link.awaits(microbatch, gradients=True))
             for link, described in zip(self._links, self._outputs.links, strict=True)
             if described.gradient
         ]
 
         def take(step: Step) -> Sequence[torch.Tensor | None]:
-            found = [gradient for take_one in takes for gradient in take_one(step)]
+            found: list[torch.Tensor | None] = []
+            for take_one, progress.awaited in takes:
+                found += take_one(step)
+            progress.awaited = None
             numbers = step.root_numbers.pop(slot, None)
             return found if numbers is None else add_up(found, numbers)
 

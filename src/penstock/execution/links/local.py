@@ -111,3 +111,6 @@ class LocalLink:
 
     def receive_gradients(self, microbatch: int) -> None:
         """RECV_B."""
+
+    def awaits(self, microbatch: int, *, gradients: bool) -> None:
+        """Nothing comes from another rank."""

@@ -12,7 +12,9 @@ from penstock.execution.links import (
     to_layout_of,
     version_of,
 )
+from penstock.execution.messages import Message
 from penstock.execution.value_spec import as_wire
+from penstock.ir.dependencies import TRANSFERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +70,12 @@ class RemoteLink:
             return buffers
 
         return take
+
+    def awaits(self, microbatch: int, *, gradients: bool) -> tuple[int, str]:
+        """The rank that its value, or its gradients, come from, and the text of their receive."""
+        source, target = self.route[:2]
+        sender, receiver = (target, source) if gradients else (source, target)
+        return self._peer, Message(TRANSFERS[gradients], sender, receiver, microbatch).receive
 
     def _send_gradients(self, microbatch: int) -> Operation:
         key, peer, send = self._base + microbatch, self._peer, self._channel.send

@@ -56,12 +56,16 @@ def lost_store(rank: int, label: str | None, error: BaseException) -> Failure:
 
 def label_of(progress: Progress) -> str | None:
     """The text of the current operation, or of what it waits for; None between steps."""
-    waits = progress.waiting and progress.waits
+    waits, awaited = progress.waiting and progress.waits, progress.awaited
+    if waits and awaited is not None:
+        return awaited[1]
     index, labels = progress.index, waits or progress.labels  # another thread may write them
     return labels[index] if 0 <= index < len(labels) else None
 
 
 def peer_of(progress: Progress) -> int | None:
     """The rank that the current operation waits for, or may have to wait for if that is not known."""
-    index, peers = progress.index, progress.peers
+    index, peers, awaited = progress.index, progress.peers, progress.awaited
+    if progress.waiting and awaited is not None:
+        return awaited[0]
     return peers[index] if progress.waiting is not False and 0 <= index < len(peers) else None
