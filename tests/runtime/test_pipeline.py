@@ -774,3 +774,21 @@ def test_a_module_that_is_replaced_between_steps_is_the_one_that_runs():
     torch.nn.functional.mse_loss(new(torch.ones(4, 3)), torch.zeros(4, 3)).backward()
     assert old.weight.grad is None
     torch.testing.assert_close(found, new.weight.grad)
+
+
+def test_the_parameters_of_a_rank_are_those_of_its_stages():
+    schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=2)
+    shared = nn.Linear(4, 4)
+    layers = {0: nn.Sequential(shared), 1: nn.Sequential(nn.Linear(4, 4)), 2: nn.Sequential(nn.Linear(4, 4))}
+    layers[3] = nn.Sequential(shared, nn.Linear(4, 1))
+
+    def worker(transport):
+        stages = {index: layers[index] for index in schedule.placement.stages_of(transport.rank)}
+        with Pipeline(stages, schedule, loss_fn=nn.functional.mse_loss, transport=transport) as pipe:
+            assert [*pipe.parameters()] == [parameter for _, parameter in pipe.named_parameters()]
+            return [*pipe.named_parameters()]
+
+    first, second = run_in_threads(worker, 2)
+    assert [name for name, _ in first] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert first[0][1] is shared.weight
+    assert [name for name, _ in second] == ["0.weight", "0.bias"] * 2

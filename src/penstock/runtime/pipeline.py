@@ -21,7 +21,7 @@ from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.threads import thread_transports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, MutableSequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 
     from penstock.execution.stage import Stage
     from penstock.execution.ties import Tie
@@ -174,6 +174,19 @@ class Pipeline:
     def has_last(self) -> bool:
         """Whether the last stage is here: then ``step`` needs the target, and returns the output."""
         return self._engine.has_last
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters of this rank's stages, each once, with their names in the stages' modules."""
+        seen = set()
+        for stage in self._engine.stages.values():
+            for name, parameter in stage.module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of this rank's stages, each once: what an optimizer takes."""
+        return (parameter for _, parameter in self.named_parameters())
 
     @property
     def ties(self) -> tuple[Tie, ...]:
