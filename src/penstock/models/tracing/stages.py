@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import operator
 from inspect import signature
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from penstock.models.tracing.exporting import module_of
+from penstock.models.tracing.graph_modules import TracedModule
 from penstock.models.tracing.names import TensorNames
 from penstock.models.tracing.outline import Source, build_module, one_or_all
 from penstock.models.tracing.parts import Part, cut
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.export import ExportedProgram
+
+
+#: Where the module that calls the stages keeps the structure of what the model returns.
+RETURNS: Final = "returns"
 
 
 def make_stages(
@@ -51,7 +56,9 @@ def make_stages(
         if number == 0 and _takes_all(part, traced):
             _take_arguments_of(traced, stage)
         root.add_module(stage_name(number), stage)
-    return fx.GraphModule(root, _calling(traced.graph, parts, stage_name))
+    calling = TracedModule(root, _calling(traced.graph, parts, stage_name))
+    calling.meta[RETURNS] = traced.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
+    return calling
 
 
 def _placeholders(graph: fx.Graph) -> list[fx.Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from penstock.pipelining._stage.base import _PipelineStageBase
 from penstock.pipelining._stage.transfers import _normalize_model_output_as_tuple
@@ -16,22 +16,11 @@ if TYPE_CHECKING:
     from torch.distributed import P2POp
 
     from penstock.ir.edges import Edge
+    from penstock.models.tracing.wiring import Origin
     from penstock.pipelining._stage.transfers import _RecvInfo
 
     #: A tensor as it goes over the wire, and the stage that it goes to.
     Outgoing = list[tuple[torch.Tensor, int]]
-
-
-class Origin(NamedTuple):
-    """Where an input comes from.
-
-    Attributes:
-        stage: the stage that returns it.
-        output: which of its outputs it is.
-    """
-
-    stage: int
-    output: int
 
 
 class LinkedStage(_PipelineStageBase):

@@ -9,8 +9,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from penstock.ir.edges import Edge
-from penstock.pipelining._stage.links import LinkedStage, Origin
+from penstock.models.tracing.wiring import Origin, Wiring, read_wiring
+from penstock.pipelining._stage.links import LinkedStage
 from penstock.pipelining._stage.metadata import is_differentiable
 from penstock.pipelining._stage.state import logger
 from penstock.pipelining._stage.transfers import _RecvInfo
@@ -63,8 +63,10 @@ class _PipelineStage(LinkedStage):
         self.submod_to_stage_index: dict[str, int] = {}
         for index, node in enumerate(calls):
             self.submod_to_stage_index.setdefault(node.name, index)
-        self.origins = tuple(self._origin(value) for value in self.node.args if value.op != "placeholder")
-        self.edges = self._edges_of_all(calls)
+        wiring = self._wiring()
+        self._inputs = wiring.inputs[stage_index]
+        self.origins = tuple(value for value in self._inputs if isinstance(value, Origin))
+        self.edges = wiring.edges
         inside = getattr(stage_module, "graph", fx.Graph()).nodes
         #: Arguments of the model that this stage does not take.
         self._foreign = _placeholders(pipe_info.graph.nodes) - _placeholders(inside)
@@ -83,30 +85,14 @@ class _PipelineStage(LinkedStage):
             raise PipeliningMetadataError(f"unknown stage {submod_name!r}; the stages are {known}")
         return self.submod_to_stage_index[submod_name]
 
-    def _origin(self, value: Any) -> Origin:
-        """Where a value in the graph of the pipeline comes from."""
-        output = 0
-        if value.target is operator.getitem:
-            value, output = value.args
-        if value.op != "call_module":
+    def _wiring(self) -> Wiring:
+        """What goes between all stages, which every rank knows."""
+        try:
+            return read_wiring(self.pipe_info.graph, with_outputs=False)
+        except KeyError as error:
             raise PipeliningMetadataError(
-                f"stage {self.stage_index}: an input comes from a {value.op}, {value.name!r}, not from a stage"
-            )
-        return Origin(self.get_stage_index_of_submod(value.name), output)
-
-    def _edges_of_all(self, calls: list[fx.Node]) -> tuple[Edge, ...]:
-        """The edges of the whole pipeline, which every rank knows."""
-        targets: dict[Origin, list[int]] = {}
-        examples: dict[Origin, Any] = {}
-        for stage, call in enumerate(calls):
-            for value in call.args:
-                if isinstance(value, fx.Node) and value.op != "placeholder":
-                    targets.setdefault(self._origin(value), []).append(stage)
-                    examples[self._origin(value)] = value.meta.get("val")
-        return tuple(
-            Edge(origin.stage, tuple(stages), f"output {origin.output}", _may_have_gradient(examples[origin]))
-            for origin, stages in sorted(targets.items())
-        )
+                f"an input of a stage comes from {error.args[0]}, which is not a stage"
+            ) from None
 
     def forward_one_chunk(
         self,
@@ -161,16 +147,15 @@ class _PipelineStage(LinkedStage):
         """The inputs of a microbatch: arguments of the model, and what comes from other stages."""
         graph: fx.Graph = self.submod.graph
         inside = [node for node in graph.nodes if node.op == "placeholder"]
-        return tuple(self._received(node, argument) for node, argument in zip(inside, self.node.args, strict=True))
+        return tuple(self._received(node, origin) for node, origin in zip(inside, self._inputs, strict=True))
 
-    def _received(self, node: fx.Node, argument: Any) -> _RecvInfo:
+    def _received(self, node: fx.Node, origin: Origin | str) -> _RecvInfo:
         example = node.meta["val"]
         self._refuse_distributed(example, f"input {node.name!r}")
-        if argument.op == "placeholder":
+        if isinstance(origin, str):
             meta = _TensorMeta.from_tensor(example)
             return _RecvInfo(f"root_input_{node.name}", None, None, meta, is_root_arg=True)
-        origin = self._origin(argument)
-        name = argument.args[0].name if argument.target is operator.getitem else argument.name
+        name = next(name for name, stage in self.submod_to_stage_index.items() if stage == origin.stage)
         return _RecvInfo(name, origin.stage, None, self._described(example))
 
     def _described(self, example: torch.Tensor) -> _TensorMeta:
@@ -228,10 +213,6 @@ class _PipelineStage(LinkedStage):
 
 def _placeholders(nodes: Iterable[fx.Node]) -> set[str]:
     return {node.name for node in nodes if node.op == "placeholder"}
-
-
-def _may_have_gradient(example: Any) -> bool:
-    return example is None or is_differentiable(example.dtype)
 
 
 def build_stage(

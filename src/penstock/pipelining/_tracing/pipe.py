@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import operator
 from collections import defaultdict
@@ -14,9 +15,12 @@ import torch
 from torch import fx
 
 from penstock.errors import SplitError, TraceError
+from penstock.execution.ties import Tie
 from penstock.models.tracing.devices import move_operations
 from penstock.models.tracing.exporting import export_model
-from penstock.models.tracing.stages import make_stages
+from penstock.models.tracing.native import native_stage
+from penstock.models.tracing.stages import RETURNS, make_stages
+from penstock.models.tracing.wiring import Wiring, read_wiring
 from penstock.pipelining._backward import _null_coalesce_accumulate, stage_backward
 from penstock.pipelining._stage.traced import _PipelineStage
 from penstock.pipelining._tracing.executor import DetachExecutor
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
     from torch.export import ExportedProgram
+
+    from penstock.ir.edges import Edge
+    from penstock.ir.placement import Placement
 
 logger = logging.getLogger("penstock.pipelining._IR")
 
@@ -168,6 +175,56 @@ class Pipe(torch.nn.Module):
     def info(self) -> PipeInfo:
         """What a stage needs to know of the whole. It does not refer to the modules of other stages."""
         return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+
+    # What ``penstock.runtime.Pipeline`` reads of a split model, such as a Pipe ---------------------------------------
+
+    loss = None
+
+    @property
+    def layout(self) -> tuple[tuple[str, ...], ...]:
+        """The modules of each stage: the outermost ones that it calls."""
+        return tuple(
+            tuple(str(node.target) for node in self._graph_module(index).graph.nodes if node.op == "call_module")
+            for index in range(self.num_stages)
+        )
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Which values go from which stage to which others; all that the model returns goes to the last."""
+        return self._wiring.edges
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that several stages use."""
+        return tuple(
+            Tie(tuple((int(stage.rpartition("_")[2]), name) for stage, name in each.items()))
+            for each in self.replicated_params
+        )
+
+    @property
+    def digest(self) -> str:
+        """A checksum of what the stages compute, the same on all ranks that have traced the same model."""
+        codes = [self._graph_module(index).code for index in range(self.num_stages)]
+        return hashlib.sha256("\n".join([*codes, str(self.edges)]).encode()).hexdigest()
+
+    def stages(self, rank: int, placement: Placement) -> dict[int, torch.nn.Module]:
+        """The stages of a rank for ``Pipeline``: they share all tensors with those of ``get_stage_module``."""
+        arguments = [node.name for node in self.split_gm.graph.nodes if node.op == "placeholder"]
+        returns = self.split_gm.meta.get(RETURNS)
+        return {
+            index: native_stage(self._graph_module(index), index, self._wiring, arguments, returns)
+            for index in placement.stages_of(rank)
+        }
+
+    @property
+    def _wiring(self) -> Wiring:
+        return read_wiring(self.split_gm.graph, with_outputs=True)
+
+    def _graph_module(self, index: int) -> fx.GraphModule:
+        module = self.get_stage_module(index)
+        if not isinstance(module, fx.GraphModule):
+            raise SplitError(f"stage {index} is a {type(module).__name__}, not a traced module")
+        return module
 
     def build_stage(self, stage_index: int, device: torch.device, group: ProcessGroup | None = None) -> _PipelineStage:
         """A stage for a schedule, with its module on a device."""
