@@ -102,7 +102,8 @@ def test_what_comes_from_parameters_only_can_be_mixed_with_real_tensors():
         def forward(self, x):
             query = self.project(self.latents).expand(len(x), -1, -1)
             query = query.clone().add_(self.latents)
-            return nn.functional.scaled_dot_product_attention(query, x, x)
+            x = nn.functional.scaled_dot_product_attention(query, x, x)
+            return nn.functional.scaled_dot_product_attention(self.latents.expand(len(x), -1, -1), x, x)
 
     with torch.device("meta"):
         model = Latents()

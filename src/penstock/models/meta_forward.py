@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -36,6 +37,16 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._from_parameters: set[StorageWeakRef] = set()
+        self._attention = _RealAttention()
+
+    def __enter__(self) -> MetaForward:
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._attention.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
@@ -77,6 +88,17 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if not func._schema.returns:
             return None
         return writes[0] if len(writes) == 1 else writes
+
+
+class _RealAttention(TorchFunctionMode):
+    """Makes parameters that are queries or keys real: attention compares devices before it reaches the dispatcher."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args, kwargs = tree_map_only(
+                Tensor, lambda tensor: tensor.clone() if tensor.is_meta else tensor, (args, kwargs)
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _shapes(func: Any, args: Any, kwargs: Any) -> Any:
