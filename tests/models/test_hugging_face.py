@@ -1,10 +1,13 @@
 import json
 
 import pytest
+import torch
 
 import penstock as ps
 from models.hugging_face import FAMILIES, batch, build
 from models.in_turn import assert_complete, assert_equal
+from penstock.errors import SplitError
+from penstock.models.loss import count_labels, count_shifted
 from penstock.models.split import Split
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,3 +38,76 @@ def test_a_description_is_enough(family):
     again = Split.from_json(model, json.loads(json.dumps(split.to_json())))
     assert again.digest == split.digest
     assert_equal(again, again.model, [((), batch(family, 2, 10, seed=3))], loss_of)
+
+
+@pytest.mark.parametrize(
+    ("family", "weight"),
+    [("llama", count_shifted), ("llava", count_shifted), ("t5", count_labels), ("bert", count_labels)],
+)
+def test_the_loss_is_a_mean_over_the_labels_that_count(family, weight):
+    model = build(family).eval()
+    loss = ps.split(model, stages=2, example=example(family)).loss
+    assert (loss.reduction, loss.weight, loss.target) == ("weighted", weight, "labels")
+    whole = batch(family, 4, 12)
+    parts = [{name: value[start : start + 2] for name, value in whole.items()} for start in (0, 2)]
+    with torch.no_grad():
+        losses = torch.stack([loss.loss_fn(model(**part), part["labels"]) for part in parts])
+        weights = torch.stack([loss.weight(part["labels"]) for part in parts])
+        expected = model(**whole).loss
+    assert weights[0] != weights[1]
+    assert float((losses * weights).sum() / weights.sum()) == pytest.approx(float(expected), rel=1e-6)
+    assert float(losses.mean()) != pytest.approx(float(expected), rel=1e-6)
+
+
+def test_the_loss_of_other_models():
+    assert ps.split(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), stages=2).loss is None
+
+
+def test_labels_are_needed_on_the_last_stage_only():
+    stages = ps.split(build("llama"), stages=2).stages()
+    given = batch("llama", 2, 8)
+    labels = given.pop("labels")
+    hidden = stages[0](**given)
+    assert torch.equal(hidden, stages[0](**given, labels=labels * 1000))  # no label of this size exists
+    output = stages[1](hidden, **given, labels=labels)
+    assert type(output).__name__ == "CausalLMOutputWithPast"
+    assert output.loss.isfinite()
+    assert output.past_key_values is None
+
+
+def test_gradient_checkpointing():
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    split = ps.split(model, stages=3)
+    assert_equal(split, split.model, [((), batch("llama", 2, 8))], loss_of)
+
+
+def test_router_logits_are_edges():
+    split = ps.split(build("mixtral"), stages=2)
+    assert [str(edge) for edge in split.edges] == [
+        "0>1 (model.layers.0.mlp.gate)",
+        "0>1 (model.layers.1.mlp.gate)",
+        "0>1 (model.layers.1)",
+    ]
+
+
+def test_a_keyword_that_the_probe_has_not_seen():
+    stages = ps.split(build("llama"), stages=2).stages()
+    with pytest.raises(SplitError, match="output_hidden_states=True was not part of the example"):
+        stages[0](**batch("llama", 2, 8), output_hidden_states=True)
+
+
+def test_layers_in_a_loop_are_refused():
+    import transformers
+
+    config = transformers.AlbertConfig(
+        hidden_size=16,
+        embedding_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=32,
+    )
+    with pytest.raises(SplitError, match="is called 4 times, in a loop") as caught:
+        ps.split(transformers.AlbertForMaskedLM(config), stages=2)
+    assert caught.value.unit == "albert.encoder.albert_layer_groups.0"

@@ -8,14 +8,16 @@ from models.in_turn import assert_complete, assert_equal
 from models.small_configs import build, class_names
 from penstock.errors import SplitError
 
-pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
+# One of them starts a compiler.
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.filterwarnings("ignore")]
 
 #: Models that cannot be split in this way, with a part of the reason that the error gives.
 REFUSED = {
-    "AlbertForMaskedLM": "in a loop",
+    "AlbertForMaskedLM": "is called 4 times, in a loop",
+    "Gemma3nForCausalLM": "has stored instead of returning it",  # keys and values that layers share
+    "HrmTextForCausalLM": "times, in a loop",
+    "RecurrentGemmaForCausalLM": "has state that cannot be copied",  # after a first forward
 }
-#: Models that draw random numbers in training, whatever the configuration: compared in eval mode.
-RANDOM = ()
 
 
 @pytest.mark.parametrize(
@@ -26,8 +28,6 @@ def test_a_class_is_equal_or_refused(name, kind):
         model = build(name, kind)
     except LookupError as error:
         pytest.skip(f"no small configuration: {error}")
-    if name in RANDOM:
-        model.eval()
     if name in REFUSED:
         with pytest.raises(SplitError, match=REFUSED[name]):
             ps.split(model, stages=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from penstock.errors import SplitError
@@ -45,8 +46,8 @@ def choose_layout(
 
 def _refuse_loops(record: Record | None, units: Units) -> None:
     calls = [call.unit for call in record.calls] if record else []
-    for unit in units.listed:
-        if (count := calls.count(unit)) > 1:
+    for unit, count in Counter(calls).items():
+        if count > 1 and unit in units.listed:
             raise SplitError(
                 f"{unit!r} is called {count} times, in a loop, and cannot be on several stages; name the stages with "
                 "layout= so that everything the loop calls is on one",

@@ -22,7 +22,8 @@ def example_for(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
     vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int):
         return None
-    tokens = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    limit = getattr(text, "max_position_embeddings", None)
+    tokens = min(_TOKENS, limit) if isinstance(limit, int) and limit > 0 else _TOKENS
     ids = _tokens(text, vocabulary, tokens)
     kwargs: dict[str, Any] = {"input_ids": ids}
     if "labels" in parameters:

@@ -71,7 +71,7 @@ class _Call:
     unit: str
     is_glue: bool
     paths: tuple[str, ...]
-    given: list[torch.Tensor]
+    given: list[Any]
     feeds: set[Source]
     arguments: list[Argument] = field(default_factory=list)
     value: Value = field(default_factory=lambda: Value("", ()))
@@ -166,11 +166,13 @@ class _Probe:
         self, forward: Callable[..., Any], name: str, is_glue: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tracker, number = self._tracker, len(self._calls)
-        given = {path: leaf for path, leaf in arguments_of(args, kwargs).items() if isinstance(leaf, torch.Tensor)}
+        found = arguments_of(args, kwargs).items()
+        given = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor) or type(leaf) is int}
         call = _Call(name, is_glue, tuple(given), list(given.values()), set())
         self._calls.append(call)
         for leaf, tensor in enumerate(call.given):
-            self._enter(call, number, leaf, tensor)
+            if isinstance(tensor, torch.Tensor):
+                self._enter(call, number, leaf, tensor)
         tracker.call = number
         try:
             result = forward(*args, **kwargs)

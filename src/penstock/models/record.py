@@ -49,8 +49,8 @@ class Leaf(NamedTuple):
         kind: ``"tensor"``; ``"passed"``, an argument returned as it is; ``"constant"``; ``"opaque"``, anything else.
         value: the number of the argument, the constant, or the name of the type.
         dtype: the element type of a tensor.
-        shape: its dimensions: ``(size,)``, ``(argument, dimension)`` if it is that of an argument, or ``(argument,
-            dimension, dimension)`` if it is the product of two.
+        shape: its dimensions: ``(size,)``, ``(argument, dimension)`` if it is that of an argument, ``(argument,
+            dimension, dimension)`` if it is the product of two, ``(argument, -1)`` if it is the argument itself.
         gradient: whether the tensor requires a gradient.
         size: its shape in the probe.
     """
@@ -124,7 +124,7 @@ class Call(NamedTuple):
         arguments: its arguments with several sources.
         inner: outputs of modules in it that are needed outside.
         inner_calls: the calls that returned these, in the order in which they ended.
-        given: where in the arguments its tensors were; other fields refer to them by their position here.
+        given: where in the arguments its tensors and whole numbers were; other fields refer to them by position.
     """
 
     unit: str

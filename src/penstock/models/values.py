@@ -76,12 +76,12 @@ def flatten(value: Any, owner: str) -> tuple[list[Any], str]:
         ) from None
 
 
-def describe_leaf(leaf: Any, arguments: Sequence[torch.Tensor], passed: int | None) -> Leaf:
+def describe_leaf(leaf: Any, arguments: Sequence[Any], passed: int | None) -> Leaf:
     """Describe a leaf of what a module returned.
 
     Args:
         leaf: the leaf.
-        arguments: the tensors that the module was given.
+        arguments: the tensors and whole numbers that the module was given.
         passed: the number of the leaf among the arguments, if it is one of them.
     """
     if passed is not None:
@@ -93,19 +93,19 @@ def describe_leaf(leaf: Any, arguments: Sequence[torch.Tensor], passed: int | No
     return Leaf("opaque", type(leaf).__name__)
 
 
-def describe_tensor(tensor: torch.Tensor, arguments: Sequence[torch.Tensor] = ()) -> Leaf:
+def describe_tensor(tensor: torch.Tensor, arguments: Sequence[Any] = ()) -> Leaf:
     """Describe a tensor, its shape by those of the arguments."""
     shape = describe_shape(tensor.shape, arguments)
     return Leaf("tensor", None, dtype_name(tensor), shape, tensor.requires_grad, tuple(tensor.shape))
 
 
-def describe_value(value: Any, arguments: Sequence[torch.Tensor], owner: str) -> Value:
+def describe_value(value: Any, arguments: Sequence[Any], owner: str) -> Value:
     """Describe a whole value that is not one of the arguments."""
     leaves, spec = flatten(value, owner)
     return Value(spec, tuple(describe_leaf(leaf, arguments, None) for leaf in leaves))
 
 
-def describe_shape(shape: Sequence[int], arguments: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def describe_shape(shape: Sequence[int], arguments: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
     """Describe a shape by those of the arguments, so that it follows when their sizes change.
 
     >>> ids, hidden = torch.zeros(2, 7), torch.zeros(2, 7, 16)
@@ -113,20 +113,26 @@ def describe_shape(shape: Sequence[int], arguments: Sequence[torch.Tensor]) -> t
     ((0, 0), (0, 1), (16,))
     >>> describe_shape((14, 4), [hidden])
     ((0, 0, 1), (4,))
+    >>> describe_shape((2, 7, 16), [2, 7])  # whole numbers are used if no tensor fits
+    ((0, -1), (1, -1), (16,))
     """
     return tuple(_describe_size(size, position, arguments) for position, size in enumerate(shape))
 
 
-def _describe_size(size: int, position: int, arguments: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    for number, argument in enumerate(arguments):
-        if position < argument.ndim and argument.shape[position] == size:
+def _describe_size(size: int, position: int, arguments: Sequence[Any]) -> tuple[int, ...]:
+    tensors = [(number, one.shape) for number, one in enumerate(arguments) if isinstance(one, torch.Tensor)]
+    for number, shape in tensors:
+        if position < len(shape) and shape[position] == size:
             return (number, position)
-    for number, argument in enumerate(arguments):
-        if not position and argument.ndim > 1 and argument.shape[0] * argument.shape[1] == size:
+    for number, shape in tensors:
+        if not position and len(shape) > 1 and shape[0] * shape[1] == size:
             return (number, 0, 1)
     for number, argument in enumerate(arguments):
-        if size > 1 and list(argument.shape).count(size) == 1 and argument.shape[0] != size:
-            return (number, list(argument.shape).index(size))
+        if type(argument) is int and argument == size:
+            return (number, -1)
+    for number, shape in tensors:
+        if size > 1 and list(shape).count(size) == 1 and shape[0] != size:
+            return (number, list(shape).index(size))
     return (size,)
 
 
@@ -140,6 +146,8 @@ def _actual_size(size: Sequence[int], recorded: int, arguments: Sequence[Any]) -
     if len(size) == 1:
         return size[0]
     argument, *dimensions = size
+    if dimensions == [-1]:
+        return arguments[argument] if type(arguments[argument]) is int else recorded
     if not isinstance(arguments[argument], torch.Tensor) or arguments[argument].ndim <= max(dimensions):
         return recorded
     return prod(arguments[argument].shape[dimension] for dimension in dimensions)
