@@ -133,7 +133,7 @@ class _PipelineSchedule(SchedulePreparation, ScheduleLosses, ABC):
 
     @contextmanager
     def _step_of(self, stages: list[Any]) -> Iterator[None]:
-        """Around a step of these stages: clean up, also if it fails."""
+        """Wrap a step of these stages: clean up, also if it fails."""
         try:
             yield
         except BaseException:
@@ -234,7 +234,7 @@ class _PipelineSchedule(SchedulePreparation, ScheduleLosses, ABC):
 
     @contextmanager
     def _running(self, made: Compiled, step: Any) -> Iterator[None]:
-        """Around a program that runs."""
+        """Wrap a program that runs."""
         factor = self._n_microbatches if self.scale_grads else 1
         native = made.native
         try:
@@ -252,7 +252,10 @@ class _PipelineSchedule(SchedulePreparation, ScheduleLosses, ABC):
             if native is not None and isinstance(error, Exception):
                 failure = native.describe_failure(step, error)
                 if failure is not None:
-                    raise failure from error
+                    try:
+                        raise failure from error
+                    finally:
+                        del failure  # this frame is in its traceback: together they would hold the group
             raise
 
     def _log_failure(self, place: int) -> None:
