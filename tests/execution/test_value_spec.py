@@ -472,7 +472,7 @@ def test_a_bad_description_says_why(data, message):
         decode(data)
 
 
-def test_what_cannot_be_encoded_is_told():
+def test_what_cannot_be_encoded_is_reported():
     with pytest.raises(MetadataError, match="is too long to send"):
         encode(describe("x" * MAX_BYTES))
     meta = ValueSpec(TENSOR, (TensorSpec((1,), torch.quint8, False, (1,)),))

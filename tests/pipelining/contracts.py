@@ -127,7 +127,7 @@ def assert_gradients(model: nn.ModuleList, stages: list[int], expected: dict[str
     """The parameters of these stages have the gradients that they have in the unsplit model."""
     for name, gradient in gradients(model).items():
         if int(name.split(".")[0]) in stages:
-            torch.testing.assert_close(gradient, expected[name], msg=lambda told, name=name: f"{name}: {told}")
+            torch.testing.assert_close(gradient, expected[name], msg=lambda message, name=name: f"{name}: {message}")
 
 
 def step_arguments(stages: list[Any], x: torch.Tensor, target: torch.Tensor, losses: list[Any]) -> tuple[Any, Any]:

@@ -90,8 +90,8 @@ def test_a_stage_that_is_unfrozen_after_the_first_step_is_not_left_out_in_silenc
     schedule.step(x, target=target)
     model[0].requires_grad_(True)
     by_methods = mock.patch.object(base, "select_mode", return_value=Mode.METHODS)
-    told = "stage 0 microbatch 0: output 0 now requires a gradient but did not"
-    with by_methods, pytest.raises(PipeliningMetadataError, match=told):
+    message = "stage 0 microbatch 0: output 0 now requires a gradient but did not"
+    with by_methods, pytest.raises(PipeliningMetadataError, match=message):
         schedule.step(x, target=target)
     again = ScheduleInterleaved1F1B(stages_of(model), MICROBATCHES, loss_fn=averaged)
     model.zero_grad()

@@ -118,7 +118,7 @@ def test_outputs_in_a_structure(b):
     torch.testing.assert_close(found[0], 9 * ones)
 
 
-def test_an_error_of_autograd_is_told_with_the_stage(b):
+def test_an_error_of_autograd_is_reported_with_the_stage(b):
     x = numbers(1, 3, WIDTH).requires_grad_()
     output = x * 2
     with pytest.raises(RuntimeError):

@@ -95,9 +95,12 @@ def train(rank, ranks, name, wrapper, schedules, steps, later=False):
                 layer, *rest = parameter_name.removeprefix("module.").split(".")
                 theirs = expected[".".join([str(int(layer) + stage.stage_index * per_stage), *rest])]
                 parameter.grad.div_(2).mul_(2)  # it is there, and nobody writes to it any more
-                told = f"{schedule_name}, stage {stage.stage_index}, {parameter_name}"
+                where = f"{schedule_name}, stage {stage.stage_index}, {parameter_name}"
                 torch.testing.assert_close(
-                    whole(parameter.grad), theirs.grad, msg=lambda text, told=told: f"{told}: {text}", **tolerance
+                    whole(parameter.grad),
+                    theirs.grad,
+                    msg=lambda text, where=where: f"{where}: {text}",
+                    **tolerance,
                 )
 
 

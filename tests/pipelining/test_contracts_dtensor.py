@@ -66,7 +66,7 @@ def batch(seed, placement):
 
 
 def described(tensor, grad):
-    """An empty DTensor that looks as one, for a stage that is to be told."""
+    """An empty DTensor that looks as one, for a stage to describe."""
     if tensor is None:
         return None
     local = torch.empty_like(tensor.to_local())

@@ -41,7 +41,7 @@ def test_strides_are_kept(u):
     assert u._TensorMeta.from_tensor(tensor).to_tensor("cpu").stride() == tensor.stride() == (1, 6)
 
 
-def test_differences_are_told_by_name(u):
+def test_differences_are_reported_by_name(u):
     assert meta(u).get_diff(meta(u)) == []
     assert any("shape" in line for line in meta(u).get_diff(meta(u, (4, 16))))
     assert any("dtype" in line for line in meta(u).get_diff(meta(u, dtype=torch.float16)))
@@ -319,8 +319,8 @@ def test_a_later_step_with_other_tensors_is_refused_on_demand(package, mistake):
         if mistake in hooks:
             module.register_forward_hook(hooks[mistake])
         wrong = {"rows": numbers(2, 6, WIDTH), "dtype": x.to(torch.int32)}.get(mistake, x)
-        told = "dtype mismatch" if "dtype" in mistake else "shape mismatch"
-        with pytest.raises(u.PipeliningMetadataError, match=told):
+        message = "dtype mismatch" if "dtype" in mistake else "shape mismatch"
+        with pytest.raises(u.PipeliningMetadataError, match=message):
             schedule.step(wrong)
 
 

@@ -80,7 +80,7 @@ def test_an_evaluation_with_microbatches(name):
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "error", "told"),
+    ("args", "kwargs", "error", "message"),
     [
         ("x", {"arg_mbs": "parts"}, ValueError, "pass pre-split positional inputs through arg_mbs"),
         ("", {"y": "x", "kwarg_mbs": "empty"}, ValueError, "Unexpected keyword arguments with pre-split inputs: y"),
@@ -93,7 +93,7 @@ def test_an_evaluation_with_microbatches(name):
         ("", {"arg_mbs": "parts", "target_mbs": "one"}, ValueError, "Expecting 2 target_mbs"),
     ],
 )
-def test_what_does_not_go_together(args, kwargs, error, told):
+def test_what_does_not_go_together(args, kwargs, error, message):
     package = Package(OURS)
     x = numbers(1, 2, WIDTH)
     values = {
@@ -106,7 +106,7 @@ def test_what_does_not_go_together(args, kwargs, error, told):
         "one": [x],
     }
     schedule = package.schedules.ScheduleGPipe(package.stage.PipelineStage(nn.Identity(), 0, 1, CPU), 2)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         schedule.step(*([values[args]] if args else []), **{key: values[value] for key, value in kwargs.items()})
 
 

@@ -144,7 +144,7 @@ def test_adjacent_halves_are_merged(package, s):
     assert text(found) == "0F0 0F1 0F2 0I0 0I1 0W0 0B2 0W1"
 
 
-def test_a_schedule_that_cannot_go_on_is_told(package, s):
+def test_a_schedule_that_cannot_go_on_is_reported(package, s):
     stuck = package.rows("0F0 0RECV_B0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
     with pytest.raises(ValueError, match="not progressing"):
         s._simulate_comms_compute(stuck, stage_to_rank=lambda stage: stage, num_stages=2)
@@ -159,7 +159,7 @@ def test_what_is_valid_gives_the_ranks_of_stages(package, s, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "expected_message"),
     [
         (["0F0 0B0"], "2"),
         (["0F0", "1F0"], "0"),
@@ -171,8 +171,8 @@ def test_what_is_valid_gives_the_ranks_of_stages(package, s, rows):
         (["0F0 0B0", "1F0 0B0 1B0"], "rank 0"),
     ],
 )
-def test_what_is_not_valid_is_an_assertion(package, s, rows, told):
-    with pytest.raises(AssertionError, match=told):
+def test_what_is_not_valid_is_an_assertion(package, s, rows, expected_message):
+    with pytest.raises(AssertionError, match=expected_message):
         s._validate_schedule(package.rows(*rows), 2, 2, 1)
 
 
@@ -191,7 +191,7 @@ def test_a_class_is_found_by_its_name(s, name):
     assert issubclass(s.get_schedule_class(name), s._PipelineSchedule)
 
 
-def test_an_unknown_class_is_told_by_its_name(s):
+def test_an_unknown_class_is_reported_by_its_name(s):
     with pytest.raises(ValueError, match="ScheduleThatDoesNotExist"):
         s.get_schedule_class("ScheduleThatDoesNotExist")
 
@@ -228,7 +228,7 @@ def test_orders_are_valid_and_simulate(package, s, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "told"),
+    ("name", "size", "expected_message"),
     [
         ("ZBVZeroBubble", (1, 4, 2), "2"),
         ("ZBVZeroBubble", (3, 4, 2), "2"),
@@ -239,8 +239,8 @@ def test_orders_are_valid_and_simulate(package, s, name):
         ("InterleavedZeroBubble", (2, 5, 2), "5"),
     ],
 )
-def test_sizes_that_are_refused(package, name, size, told):
-    with pytest.raises(ValueError, match=told):
+def test_sizes_that_are_refused(package, name, size, expected_message):
+    with pytest.raises(ValueError, match=expected_message):
         made(package, name, *size)
 
 

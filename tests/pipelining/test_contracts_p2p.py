@@ -85,20 +85,20 @@ def step(schedule, rank, ranks, batch):
     ],
 )  # fmt: skip
 def test_a_program_may_replace_how_messages_go(package, s, name, rank, expected):
-    """The function is found in the module by every call, and is told what the messages are for."""
+    """The function is found in the module by every call, and gets a description of what the messages are for."""
     original = s._batch_p2p
-    told = {}
+    posted = {}
 
     def ordered(operations, desc=None):
         if operations:
-            told[desc] = told.get(desc, 0) + 1
+            posted[desc] = posted.get(desc, 0) + 1
         return original(operations, desc)
 
     with fake_group(rank, 3):
         schedule = package.schedule_class(name)(static_stage(package, rank, 3), 4, loss_fn=summed)
         with mark_warm_up(package), mock.patch.object(s, "_batch_p2p", ordered):
             step(schedule, rank, 3, 8)
-    assert told == expected
+    assert posted == expected
 
 
 def mark_warm_up(package):

@@ -170,8 +170,8 @@ def trained(rank, mine, stages, group, make):
 
 def assert_like_the_whole(results, stages):
     loss, gradients = expected(stages)
-    (told,) = [each for each, _ in results if each is not None]
-    torch.testing.assert_close(told, loss)
+    (reported,) = [each for each, _ in results if each is not None]
+    torch.testing.assert_close(reported, loss)
     assert sorted(index for _, own in results for index in own) == list(range(stages))
     for _, own in results:
         for index, gradient in own.items():

@@ -18,7 +18,7 @@ def train(rank, ranks, name):
         for parameter, expected in train_wrapped(name, WRAPPERS[wrapper]):
             found = full(parameter.grad)
             torch.testing.assert_close(
-                found, expected, rtol=1e-4, atol=1e-5, msg=lambda told, name=wrapper: f"{name}: {told}"
+                found, expected, rtol=1e-4, atol=1e-5, msg=lambda message, name=wrapper: f"{name}: {message}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What is told of mistakes that torch leaves to a hang, to an error elsewhere, or to silence."""
+"""Mistakes that torch leaves to a hang, to an error elsewhere, or to silence raise an error that explains them."""
 
 import pytest
 import torch
@@ -17,21 +17,21 @@ from pipelining.contracts import CPU, WIDTH, averaged, fake_group, layers, numbe
 
 
 @pytest.mark.parametrize(
-    ("kind", "mine", "told"),
+    ("kind", "mine", "message"),
     [
         (ScheduleZBVZeroBubble, [0, 2], r"holds stages \[0, 2\], but its schedule runs stages \[0, 3\]"),
         (ScheduleInterleaved1F1B, [0, 3], r"holds stages \[0, 3\], but its schedule runs stages \[0, 2\]"),
     ],
 )
-def test_stages_of_another_placement_are_refused_before_anybody_waits(kind, mine, told):
+def test_stages_of_another_placement_are_refused_before_anybody_waits(kind, mine, message):
     with fake_group(ranks=2):
         stages = [PipelineStage(torch.nn.Linear(WIDTH, WIDTH), stage, 4, CPU) for stage in mine]
         schedule = kind(stages, 4, loss_fn=averaged)
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=message):
             schedule.step(numbers(1, 8, WIDTH))
 
 
-def test_microbatches_of_different_sizes_are_told_to_count_alike():
+def test_a_warning_says_that_microbatches_of_different_sizes_count_alike():
     with fake_group():
         stage = PipelineStage(layers(1)[0], 0, 1, CPU)
         x, target = numbers(1, 7, WIDTH), numbers(2, 7, WIDTH)
@@ -40,14 +40,14 @@ def test_microbatches_of_different_sizes_are_told_to_count_alike():
         Schedule1F1B(stage, 4, loss_fn=averaged, scale_grads=False).step(x, target=target)
 
 
-def test_losses_without_a_loss_function_are_told_why_they_are_missing():
+def test_losses_without_a_loss_function_are_explained():
     with fake_group():
         stage = PipelineStage(layers(1)[0], 0, 1, CPU)
         with pytest.raises(RuntimeError, match="Expecting 2 losses but got 0; the schedule has no loss_fn"):
             ScheduleGPipe(stage, 2).step(numbers(1, 4, WIDTH), losses=[])
 
 
-def test_one_stage_in_place_of_a_list_is_told():
+def test_one_stage_in_place_of_a_list_is_reported():
     with fake_group(), pytest.raises(TypeError, match=r"must be a list of the stages of this rank.*write \[stage\]"):
         ScheduleInterleaved1F1B(PipelineStage(layers(1)[0], 0, 1, CPU), 2)
 
@@ -95,6 +95,6 @@ def test_a_detached_loss_is_refused_in_halves_too():
             schedule.step(numbers(1, 4, WIDTH), target=numbers(2, 4, WIDTH))
 
 
-def test_a_batch_that_is_too_small_is_told():
+def test_a_batch_that_is_too_small_is_reported():
     with fake_group(), pytest.raises(ValueError, match="Expecting 4 arg_mbs but got 2: a batch needs at least one"):
         ScheduleGPipe(PipelineStage(layers(1)[0], 0, 1, CPU), 4, loss_fn=averaged).step(numbers(1, 2, WIDTH))

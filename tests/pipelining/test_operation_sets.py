@@ -414,13 +414,13 @@ MODELS = {
 }
 
 
-def told(value):
+def summary_of(value):
     """What can be compared of a value that a stage holds."""
     if isinstance(value, torch.Tensor):
         return value.tolist(), value.requires_grad, value.grad_fn is None
     if isinstance(value, dict):
-        return {key: told(one) for key, one in value.items()}
-    return [told(one) for one in value] if isinstance(value, list | tuple) else type(value)
+        return {key: summary_of(one) for key, one in value.items()}
+    return [summary_of(one) for one in value] if isinstance(value, list | tuple) else type(value)
 
 
 def step_each_way(rank, ranks, name, kind, *, group):
@@ -458,7 +458,7 @@ def step_each_way(rank, ranks, name, kind, *, group):
                 ]
                 buffers = [[info.buffer for infos in one.args_recv_info.values() for info in infos] for one in stages]
                 gradients = [parameter.grad for one in stages for parameter in one.submod.parameters()]
-                left[mode].append(told([output, losses, gradients, held, buffers]))
+                left[mode].append(summary_of([output, losses, gradients, held, buffers]))
             calls[mode] = counts[-1]  # an evaluation with gradients always runs by methods
     return left, calls
 
@@ -511,11 +511,11 @@ def test_no_keyword_arguments_may_be_none():
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("half", ["B", "I"])
-def test_errors_are_told_alike(failing, half):
+def test_errors_are_alike(failing, half):
     def refuse(*_):
         raise ArithmeticError("boom")
 
-    told = []
+    messages = []
     for mode in Mode:
         with fake_group(), mock.patch.object(_schedule_base, "select_mode", return_value=mode):
             stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers(2))]
@@ -525,8 +525,8 @@ def test_errors_are_told_alike(failing, half):
             schedule.pipeline_order_with_comms = {0: Package(OURS).actions(row)}
             with pytest.raises(RuntimeError, match="boom") as caught:
                 schedule.step(numbers(1, BATCH, WIDTH), target=numbers(2, BATCH, WIDTH))
-        told.append(str(caught.value).partition("\n")[0])
-    assert told[0] == told[1] == told[2]
+        messages.append(str(caught.value).partition("\n")[0])
+    assert messages[0] == messages[1] == messages[2]
 
 
 def test_several_kinds_of_numbers_go_directly(workers):

@@ -89,15 +89,15 @@ def test_an_order_that_waits_in_a_circle_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"), [(["0F0 0B0", "1B0"], "0B0.*|1B0"), (["1F0 0F0"], "1F0 needs 0F0")]
+    ("rows", "message"), [(["0F0 0B0", "1B0"], "0B0.*|1B0"), (["1F0 0F0"], "1F0 needs 0F0")]
 )  # fmt: skip
-def test_what_nobody_makes_is_told(rows, told):
+def test_what_nobody_makes_is_reported(rows, message):
     stages = 3 if len(rows) > 1 else 2
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         schedules._add_send_recv(dict(enumerate(map(row, rows))), lambda stage: min(stage, len(rows) - 1), stages)
 
 
-def test_actions_that_are_none_are_told_where_they_stand():
+def test_actions_that_are_none_are_reported_where_they_stand():
     with pytest.raises(ps.ScheduleError, match="1F, rank 0, step 1"):
         as_schedule({0: [_Action(0, schedules.F, 0), _Action(1, schedules.F)]})
 

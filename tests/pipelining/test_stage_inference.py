@@ -92,7 +92,7 @@ def passed(tensors):
 
 
 @given(messages)
-def test_what_is_told_is_understood(message):
+def test_messages_come_back(message):
     assert passed(encode(message)) == message
 
 

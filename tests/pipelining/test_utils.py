@@ -128,7 +128,7 @@ def test_when_a_run_is_needed(module):
 
 
 @BOTH
-def test_what_is_told_between_stages_is_a_value(module):
+def test_metadata_between_stages_is_a_value(module):
     plain, _ = metas(module)
     assert module._StageForwardMeta((plain,)) == module._StageForwardMeta((plain,))
     assert module._StageBackwardMeta((plain, None)).backward_metas[1] is None

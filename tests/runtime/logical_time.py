@@ -1,4 +1,4 @@
-"""Ranks in threads whose clocks stand still, but for what they are told to take: no machine is too busy for them."""
+"""Ranks in threads whose clocks stand still but for the time that actions take: no machine is too busy for them."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_module_that_is_wrong_in_halves_is_named_on_every_rank(ranks: int) -> 
 
 
 def test_a_module_that_is_wrong_in_halves_passes_where_nothing_is_split() -> None:
-    """The schedule is right then; the halves are told of all the same."""
+    """The schedule is right then; the halves are reported all the same."""
     (error,) = probe(lambda _: nn.Sequential(Bad()), "GPipe")
     assert isinstance(error, Parity), "the first stage has no input, and so its backward is not cut"
     found = probe(lambda _: nn.Sequential(Block(), Bad()), "1F1B", 2)
@@ -519,16 +519,16 @@ def test_a_hook_that_changes_data() -> None:
 
     torch.manual_seed(0)
     before = list(nn.Linear(WIDTH, WIDTH).double().parameters())
-    (told,) = probe(lambda _: nn.Linear(WIDTH, WIDTH), "ZBVZeroBubble", prepare=prepare)
+    (message,) = probe(lambda _: nn.Linear(WIDTH, WIDTH), "ZBVZeroBubble", prepare=prepare)
     assert re.match(
-        r"the parameter \w+ of stage 0 changed during check_parity .* does a hook step an optimizer\?", str(told)
+        r"the parameter \w+ of stage 0 changed during check_parity .* does a hook step an optimizer\?", str(message)
     )
     assert all(torch.equal(*pair) for pair in zip(parameters, before, strict=True))
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_hook_that_steps_an_optimizer(every: int) -> None:
-    """It must not train the model; and what it does to the comparison is told."""
+    """It must not train the model; and what it does to the comparison is reported."""
     schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=2)
     modules = [nn.Linear(WIDTH, WIDTH) for _ in range(schedule.stages)]
     before = [parameter.detach().clone() for module in modules for parameter in module.parameters()]
@@ -552,7 +552,7 @@ def test_a_hook_that_steps_an_optimizer(every: int) -> None:
         1: "rank 1 failed in 1I1 .* modified by an inplace operation",  # by autograd
         2: r"the parameter \w+ of stage 1 changed during check_parity .* does a hook step an optimizer\?",
     }
-    for told in run_in_threads(worker, 2, timeout=60):
-        assert re.match(expected[every], told), told
+    for message in run_in_threads(worker, 2, timeout=60):
+        assert re.match(expected[every], message), message
     after = [parameter for module in modules for parameter in module.parameters()]
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock as ps
 from penstock.errors import StageError, StepError
-from penstock.execution.data_parallel import adapter_for, gradient_sharing
+from penstock.execution.data_parallel import adapter_for, reduction_scope
 from penstock.ir.actions import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, FULL_BACKWARD, REDUCE_GRAD, Action
 from penstock.runtime import Pipeline, Stage
 
@@ -540,7 +540,7 @@ def test_what_is_reduced_when_a_step_ends():
     stages = [Stage(index, nn.Linear(1, 1)) for index in range(3)]
     for stage in stages[:2]:
         stage.parallel = Adapter()
-    with gradient_sharing(stages, reduce=True, elsewhere={1}):
+    with reduction_scope(stages, reduce=True, elsewhere={1}):
         pass
     assert [stage.parallel.calls for stage in stages[:2]] == [
         ["begin_step", "reduce", "finish_step", "end_step"],

@@ -72,7 +72,7 @@ def test_unscaled_gradients_and_losses_of_the_unsplit_model():
 
 
 class Overflow(torch.autograd.Function):
-    """Passes on what it gets; where told, the gradient of the bias is not finite."""
+    """Passes on what it gets; where asked to, the gradient of the bias is not finite."""
 
     @staticmethod
     def forward(ctx, x, bias, flags):

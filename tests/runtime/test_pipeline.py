@@ -472,7 +472,7 @@ def test_functions_for_sharding():
 
 
 class Deferring(nn.Module):
-    """Computes the gradients of its weight itself, when it is told to."""
+    """Computes the gradients of its weight itself, on request."""
 
     def __init__(self):
         super().__init__()
@@ -564,26 +564,26 @@ def mistaken(name, ranks, change=None, call=None, microbatches=4, **options):
     return errors_of(worker, ranks)
 
 
-def all_told(errors, text, kind=PenstockError):
+def all_raise(errors, text, kind=PenstockError):
     assert all(isinstance(error, kind) for error in errors), errors
     assert all(text in str(error) for error in errors), [str(error) for error in errors]
 
 
-def test_wrong_stages_are_told_to_every_rank():
-    all_told(mistaken("1F1B", 2, lambda given: given["stages"].update({0: nn.Identity()})), "must be given stages [1]")
-    all_told(mistaken("1F1B", 2, lambda given: given["stages"].clear()), "not []")
-    all_told(mistaken("1F1B", 3, lambda given: given.update(stages={2: "model"})), "must be a torch.nn.Module")
-    all_told(mistaken("1F1B", 2, lambda given: given.update(stages=[nn.Identity()])), "modules by stage index")
+def test_wrong_stages_are_raised_on_every_rank():
+    all_raise(mistaken("1F1B", 2, lambda given: given["stages"].update({0: nn.Identity()})), "must be given stages [1]")
+    all_raise(mistaken("1F1B", 2, lambda given: given["stages"].clear()), "not []")
+    all_raise(mistaken("1F1B", 3, lambda given: given.update(stages={2: "model"})), "must be a torch.nn.Module")
+    all_raise(mistaken("1F1B", 2, lambda given: given.update(stages=[nn.Identity()])), "modules by stage index")
 
 
-def test_a_missing_loss_function_is_told_to_every_rank():
-    all_told(mistaken("1F1B", 3, lambda given: given.update(loss_fn=None)), "pass loss_fn")
+def test_a_missing_loss_function_is_raised_on_every_rank():
+    all_raise(mistaken("1F1B", 3, lambda given: given.update(loss_fn=None)), "pass loss_fn")
 
 
-def test_wrong_options_are_told_to_every_rank():
-    all_told(mistaken("1F1B", 2, lambda given: given.update(loss_reduction="max")), "loss_reduction must be")
-    all_told(mistaken("1F1B", 2, lambda given: given.update(shapes="guess")), "shapes must be")
-    all_told(mistaken("1F1B", 2, lambda given: given.update(schedule="1F1B")), "expected a Schedule")
+def test_wrong_options_are_raised_on_every_rank():
+    all_raise(mistaken("1F1B", 2, lambda given: given.update(loss_reduction="max")), "loss_reduction must be")
+    all_raise(mistaken("1F1B", 2, lambda given: given.update(shapes="guess")), "shapes must be")
+    all_raise(mistaken("1F1B", 2, lambda given: given.update(schedule="1F1B")), "expected a Schedule")
 
 
 def test_a_wrong_number_of_ranks():
@@ -593,14 +593,14 @@ def test_a_wrong_number_of_ranks():
         def worker(transport, schedule=schedule):
             Pipeline({transport.rank: layers(1)[0]}, schedule, loss_fn=mse, transport=transport)
 
-        all_told(errors_of(worker, ranks), f"the schedule is for {others} ranks, but the group has {ranks}")
+        all_raise(errors_of(worker, ranks), f"the schedule is for {others} ranks, but the group has {ranks}")
 
 
 def test_different_schedules():
     def change(given):
         given["schedule"] = ps.build("GPipe", ranks=3, microbatches=4)
 
-    all_told(mistaken("1F1B", 3, change), "a different schedule")
+    all_raise(mistaken("1F1B", 3, change), "a different schedule")
 
 
 def test_a_schedule_that_would_not_run():
@@ -608,7 +608,7 @@ def test_a_schedule_that_would_not_run():
         given["schedule"] = ps.Schedule([["0F0", "0B0"], ["1B0", "1F0"]])
 
     errors = mistaken("1F1B", 2, change)
-    all_told(errors, "1B0 needs 1F0")
+    all_raise(errors, "1B0 needs 1F0")
 
 
 @pytest.mark.parametrize(
@@ -622,21 +622,21 @@ def test_a_schedule_that_would_not_run():
 )
 def test_a_loss_that_is_no_number(loss_fn, text):
     errors = mistaken("1F1B", 3, lambda given: given.update(loss_fn=loss_fn))
-    all_told(errors, text, StepError)
+    all_raise(errors, text, StepError)
     assert {(error.rank, error.stage, error.microbatch, error.action) for error in errors} == {(2, 2, 0, "2F0")}
 
 
-def test_missing_arguments_are_told_to_every_rank():
-    all_told(
+def test_missing_arguments_are_raised_on_every_rank():
+    all_raise(
         mistaken("1F1B", 2, call=lambda pipe: pipe.step(target=x_and_y()[1] if pipe.has_last else None)), "call step"
     )
     assert mistaken("1F1B", 2, call=lambda pipe: pipe.step(x_and_y()[0], target=x_and_y()[1])) == [None, None]
-    all_told(mistaken("1F1B", 2, call=lambda pipe: step(pipe, *x_and_y(3))), "cannot be split into 4 microbatches")
+    all_raise(mistaken("1F1B", 2, call=lambda pipe: step(pipe, *x_and_y(3))), "cannot be split into 4 microbatches")
 
 
 def test_a_target_that_is_given_by_its_position():
-    told = r"takes 2 positional arguments but 3 were given; pass a target by its name: step(x, target=y)"
-    all_told(mistaken("1F1B", 2, call=lambda pipe: pipe.step(*x_and_y())), told)
+    reported = r"takes 2 positional arguments but 3 were given; pass a target by its name: step(x, target=y)"
+    all_raise(mistaken("1F1B", 2, call=lambda pipe: pipe.step(*x_and_y())), reported)
 
 
 def test_after_a_failure_every_call_says_so():
@@ -646,7 +646,7 @@ def test_after_a_failure_every_call_says_so():
         except PenstockError:
             step(pipe, *x_and_y())
 
-    all_told(mistaken("1F1B", 2, call=call), "must be rebuilt", StepError)
+    all_raise(mistaken("1F1B", 2, call=call), "must be rebuilt", StepError)
 
 
 def test_other_shapes_than_agreed():
@@ -679,8 +679,8 @@ def test_given_shapes_that_are_wrong():
         (torch.empty(3, 3), "float32[3, 3] was agreed"),
         ((torch.empty(2, 3),), "output is a tensor"),
     ):
-        all_told(mistaken("1F1B", 2, shapes={0: example}), text)
-    all_told(mistaken("1F1B", 2, shapes={}), "no example output of stage 0")
+        all_raise(mistaken("1F1B", 2, shapes={0: example}), text)
+    all_raise(mistaken("1F1B", 2, shapes={}), "no example output of stage 0")
 
 
 def test_steps_in_inference_mode():
@@ -688,7 +688,7 @@ def test_steps_in_inference_mode():
         with torch.inference_mode():
             step(pipe, *x_and_y())
 
-    all_told(mistaken("1F1B", 2, call=call), "inference_mode")
+    all_raise(mistaken("1F1B", 2, call=call), "inference_mode")
 
 
 class Odd(nn.Module):
@@ -713,7 +713,7 @@ def test_outputs_that_cannot_be_sent():
             ),
             2,
         )
-        all_told(errors, "set, which cannot be sent between stages")
+        all_raise(errors, "set, which cannot be sent between stages")
 
 
 def mistakes_in_processes(rank, ranks, which, *, group):
@@ -751,8 +751,8 @@ def mistakes_in_processes(rank, ranks, which, *, group):
     ],
 )
 def test_mistakes_in_processes(workers, which, text):
-    for _, told in workers.run(mistakes_in_processes, which, ranks=2, limit=15.0):
-        assert text in told
+    for _, reported in workers.run(mistakes_in_processes, which, ranks=2, limit=15.0):
+        assert text in reported
 
 
 def test_without_a_process_group():

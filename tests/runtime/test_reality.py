@@ -212,7 +212,7 @@ def disagreements(
     return counts, wrong
 
 
-def told(counts: Counter) -> str:
+def describe(counts: Counter) -> str:
     return "\n".join(f"{counts[name]:5} {name}" for name in sorted(counts))
 
 
@@ -222,17 +222,17 @@ def test_the_verifier_is_right_about_reality(capsys):
     with capsys.disabled():
         sys.stdout.write(f" {counts['runs']} random schedules ran, {counts['deadlock']} blocked, as predicted ")
     assert wrong == []
-    assert counts["runs"] >= 300, told(counts)
-    assert counts["deadlock"] >= 100, told(counts)
+    assert counts["runs"] >= 300, describe(counts)
+    assert counts["deadlock"] >= 100, describe(counts)
     for model in ALL_MODELS:
-        assert counts[f"runs, under {model}"] > 0, told(counts)
-        assert counts[f"deadlock, under {model}"] > 0, told(counts)
+        assert counts[f"runs, under {model}"] > 0, describe(counts)
+        assert counts[f"deadlock, under {model}"] > 0, describe(counts)
 
 
 def test_a_message_of_several_tensors_is_one_message():
     counts, wrong = disagreements(range(500, 500 + 4 * len(ALL_MODELS)), ALL_MODELS, tensors=2)
     assert wrong == []
-    assert min(counts["runs"], counts["deadlock"]) > 20, told(counts)
+    assert min(counts["runs"], counts["deadlock"]) > 20, describe(counts)
 
 
 def test_described_messages():
@@ -252,4 +252,4 @@ def test_described_messages():
 def test_the_verifier_is_right_about_much_more():
     counts, wrong = disagreements(range(1000, 1000 + 120 * len(ALL_MODELS)), ALL_MODELS)
     assert wrong == []
-    assert counts["runs"] >= 2000, told(counts)
+    assert counts["runs"] >= 2000, describe(counts)

@@ -65,7 +65,7 @@ class WorkerError(Exception):
     """A function has failed on some rank, or has not ended in time.
 
     Attributes:
-        rank: the rank that told of it first; for a run without an end, the lowest that has not answered.
+        rank: the rank that reported it first; for a run without an end, the lowest that has not answered.
         error: the exception itself, if it could be sent.
     """
 
@@ -233,7 +233,7 @@ class Workers:
         return [answers[rank] for rank in range(self.ranks)]
 
     def _error(self, failed: dict[int, _Raised | Ended], missing: list[_Worker], limit: float) -> WorkerError:
-        parts = [_told(rank, failure) for rank, failure in failed.items()]
+        parts = [_describe(rank, failure) for rank, failure in failed.items()]
         if missing:
             waited = f"{GRACE:g} s after that" if failed else f"{limit:g} s"
             parts.append(f"no answer within {waited} from {', '.join(f'rank {worker.rank}' for worker in missing)}")
@@ -262,7 +262,7 @@ def _answer(worker: _Worker) -> _Result | _Raised | Ended:
     return answer
 
 
-def _told(rank: int, failure: _Raised | Ended) -> str:
+def _describe(rank: int, failure: _Raised | Ended) -> str:
     if isinstance(failure, Ended):
         return f"rank {rank}: the process has ended with exit code {failure.exit_code}"
     return f"rank {rank}: {failure.summary}\n{failure.trace}"

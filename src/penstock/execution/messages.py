@@ -55,7 +55,7 @@ class Message(NamedTuple):
         return str(Action(self.target, self.transfer.receive, self.microbatch, None, peer))
 
     def key(self, microbatches: int, numbers: LinkNumbers | None = None) -> int:
-        """A unique number, in a pipeline with this number of microbatches; without ``numbers``, of a chain."""
+        """Number it uniquely, in a pipeline with this number of microbatches; without ``numbers``, of a chain."""
         number = self.link[0] if numbers is None else numbers[self.link]
         return message_key(number, self.microbatch, microbatches, TRANSFERS.index(self.transfer))
 

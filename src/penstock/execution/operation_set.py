@@ -68,7 +68,7 @@ class CustomOperations(Generic[S]):
         return self.inner.release_sends(keys)
 
     def label(self, cell: Any) -> str | None:
-        """The label of a cell in the other set."""
+        """Get the label of a cell in the other set."""
         return self.inner.label(cell)
 
 

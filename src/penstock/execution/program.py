@@ -70,7 +70,7 @@ class Program(Generic[S]):
         progress.index = -1
 
     def line_at(self, progress: Progress) -> Line[S] | None:
-        """The line that runs, or that raised; None between steps, or if another program runs."""
+        """Get the line that runs, or that raised; None between steps, or if another program runs."""
         return self.running[progress.index] if progress.labels is self._labels and progress.index >= 0 else None
 
     def _run_profiled(self, step: S, progress: Progress, named: Range) -> None:

@@ -147,7 +147,7 @@ def _cells_of(table: ActionTable, rank: int) -> tuple[int, int]:
 
 
 def _messages(table: ActionTable) -> _Messages:
-    """All messages that are sent, received and used, each by the rank that should."""
+    """Find all messages that are sent, received and used, each by the rank that should."""
     found = []
     numbers = _number_table(table)
     for direction, nearest in enumerate(TRANSFERS):
@@ -171,7 +171,7 @@ def _messages(table: ActionTable) -> _Messages:
 
 
 def _number_table(table: ActionTable) -> Mapping[int, Ints]:
-    """The number of the link from each stage, by distance; ``NONE`` if there is none."""
+    """Number the link from each stage, by distance; ``NONE`` if there is none."""
     found = {distance: np.full(table.stages + 1, NONE) for distance in table.routes.distances}
     for (source, target), number in number_links(table.schedule.links).items():
         found[target - source][source] = number
@@ -187,7 +187,7 @@ def _proven(used: Ints, theirs: _Messages, end: int) -> Ints:
 
 
 def _released_by_level(table: ActionTable, sent: Ints, ended: Ints, messages: _Messages, begin: int, end: int) -> Ints:
-    """The cell of this rank after which its wait for each message cannot be part of a circle; ``end`` for never.
+    """Find the cell after which this rank's wait for each message cannot be part of a circle; ``end`` for never.
 
     ``sent`` are the cells of this rank's sends, and ``ended`` those that end them on other ranks.
     """

@@ -181,12 +181,12 @@ class _Fresh(torch.autograd.Function):
 
     @staticmethod
     def forward(_ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        """The same memory, not a view."""
+        """Return the same memory, not a view."""
         return leaf.detach()
 
     @staticmethod
     def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """The same gradient."""
+        """Return the same gradient."""
         return gradient
 
 

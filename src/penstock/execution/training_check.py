@@ -28,7 +28,7 @@ class TrainingCheck:
         self._cut_inputs: set[int] = set()
 
     def note(self, stage: Stage, *, has_inputs: bool) -> None:
-        """A forward of a stage gave nothing that requires a gradient; ``has_inputs`` if one of its inputs does."""
+        """Note a forward that gave nothing that requires a gradient; ``has_inputs`` if one of its inputs does."""
         index = stage.index
         self._without[index] += 1
         if has_inputs:

@@ -62,12 +62,12 @@ TENSOR = TensorLeaf()
 
 @lru_cache(maxsize=64)
 def flat_tuple(count: int) -> Branch:
-    """A tuple of tensors and nothing else: always the same object, so that it is known at once."""
+    """Make a tuple of tensors and nothing else: always the same object, so that it is known at once."""
     return Branch(tuple, tuple(range(count)), (TENSOR,) * count)
 
 
 def branch(kind: type, keys: Sequence[int | str], children: Sequence[Structure]) -> Branch:
-    """A branch; the one of ``flat`` where that is it."""
+    """Make a branch; the one of ``flat_tuple`` where that is it."""
     if kind is tuple and all(child is TENSOR for child in children):
         return flat_tuple(len(children))
     return Branch(kind, tuple(keys), tuple(children))

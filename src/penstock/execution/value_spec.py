@@ -77,7 +77,7 @@ class TensorSpec:
         return cls(tuple(shape), dtype, requires_grad, torch.empty_like(described).stride())
 
     def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """A tensor to receive into."""
+        """Make a tensor to receive into."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def matches(self, tensor: torch.Tensor, *, gradients: bool = True) -> bool:
@@ -89,7 +89,7 @@ class TensorSpec:
         )
 
     def to_layout(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in the layout that was agreed: itself where it has it, else a copy (without history)."""
+        """Bring a tensor into the layout that was agreed: itself where it has it, else a copy (without history)."""
         if tensor.stride() == self.stride and not (tensor.is_conj() or tensor.is_neg()):
             return tensor
         return self.empty(tensor.device).copy_(tensor.detach())
@@ -187,7 +187,7 @@ def describe(value: Any, kin: Kin = ()) -> ValueSpec:
 
 
 def as_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor in its own order, as a contiguous tensor: what a transport sends, or receives into.
+    """View the memory of a dense tensor in its own order, as a contiguous tensor: what is sent, or received into.
 
     >>> tensor = torch.tensor([[1, 2], [3, 4]]).T
     >>> tensor.flatten(), as_wire(tensor)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 import torch
 
 from penstock.errors import StageError
-from penstock.execution.data_parallel import gradient_sharing, reductions_of
+from penstock.execution.data_parallel import reduction_scope, reductions_of
 from penstock.execution.links import ABSENT
 from penstock.execution.microbatches.merge import merge
 from penstock.execution.microbatches.split import is_presplit
@@ -223,7 +223,7 @@ class Engine:
             stage.begin()
         elsewhere = self._reductions if ComputationType.REDUCE_GRAD in self.custom_functions else ()
         try:
-            with gradient_sharing(self.stages.values(), reduce=training, elsewhere=elsewhere):
+            with reduction_scope(self.stages.values(), reduce=training, elsewhere=elsewhere):
                 yield
         finally:
             for stage in self.stages.values():

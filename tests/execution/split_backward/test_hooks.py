@@ -307,7 +307,7 @@ def test_hooks_stay_when_a_backward_fails() -> None:
         lambda self, h: torch.conv1d(h.view(1, 4, 4), self.w.view(4, 4, 1)),
     ],
 )
-def test_a_tensor_that_was_changed_is_told(product: Any) -> None:
+def test_a_tensor_that_was_changed_is_reported(product: Any) -> None:
     def run(self: Any, x: torch.Tensor) -> torch.Tensor:
         h = x * 2
         y = product(self, h)

@@ -24,19 +24,19 @@ LIMIT = 30.0
 def check(workers, case, theirs):
     """Run it with ours and compare with torch's answers, or with the unsplit model alone where there are none."""
     ours = workers.run(run, case, OURS if theirs is None else MINE, ranks=case.ranks, limit=LIMIT)
-    told = [f"rank {rank}: {problem}" for rank, (_, problems) in enumerate(ours) for problem in problems]
+    wrong = [f"rank {rank}: {problem}" for rank, (_, problems) in enumerate(ours) for problem in problems]
     if theirs is None:
         theirs = [None if isinstance(found, Raised) else found for found, _ in ours]
     for rank, (expected, (found, _)) in enumerate(zip(theirs, ours, strict=True)):
-        told += [f"rank {rank}: {each}" for each in differences(_comparable(expected), _comparable(found))]
-    assert not told, "\n".join(told)
+        wrong += [f"rank {rank}: {each}" for each in differences(_comparable(expected), _comparable(found))]
+    assert not wrong, "\n".join(wrong)
 
 
 def answers_of_torch(workers, case):
     """What torch's package returns on each rank, which must be what the unsplit model gives."""
     theirs = workers.run(run, case, THEIRS, ranks=case.ranks, limit=LIMIT)
-    told = [f"rank {rank} of torch's: {problem}" for rank, (_, problems) in enumerate(theirs) for problem in problems]
-    assert not told, "\n".join(told)
+    wrong = [f"rank {rank} of torch's: {problem}" for rank, (_, problems) in enumerate(theirs) for problem in problems]
+    assert not wrong, "\n".join(wrong)
     return [found for found, _ in theirs]
 
 
@@ -58,8 +58,8 @@ def test_parity(workers, case):
 @pytest.mark.parametrize("case", RECORDED, ids=str)
 def test_torch_answers_as_recorded(workers, case):
     pairs = enumerate(zip(recorded().answer(case), answers_of_torch(workers, case), strict=True))
-    told = [f"rank {rank}: {each}" for rank, (kept, found) in pairs for each in differences(kept, found)]
-    assert not told, "\n".join(told)
+    wrong = [f"rank {rank}: {each}" for rank, (kept, found) in pairs for each in differences(kept, found)]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.full

@@ -82,7 +82,7 @@ def _adapter_for_backwards(module: Any) -> DataParallel | None:
     return DdpAdapter(replicated, reduce_in="last_backward") if replicated else None
 
 
-def gradient_sharing(
+def reduction_scope(
     stages: Iterable[Stage], *, reduce: bool, elsewhere: Container[int] = ()
 ) -> AbstractContextManager[None]:
     """Wrap a step: nothing is reduced too early, and with `reduce` all gradients are reduced when it ends.
@@ -93,11 +93,11 @@ def gradient_sharing(
         elsewhere: the stages whose gradients a user's function for REDUCE_GRAD reduces.
     """
     shared = [(stage.index, stage.parallel) for stage in stages if stage.parallel is not None]
-    return _gradient_sharing(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
+    return _reduction_scope(shared, reduce=reduce, elsewhere=elsewhere) if shared else nullcontext()
 
 
 @contextmanager
-def _gradient_sharing(
+def _reduction_scope(
     shared: Sequence[tuple[int, DataParallel]], *, reduce: bool, elsewhere: Container[int]
 ) -> Iterator[None]:
     adapters = [adapter for _, adapter in shared]

@@ -47,7 +47,7 @@ class DdpAdapter(DataParallel):
         """Stop the modules from reducing gradients."""
         self._has_begun = True
         for module in self._modules:
-            _share_gradients(module, False)
+            _reduce_in_backward(module, False)
             if isinstance(module, DistributedDataParallel):
                 _check_usable(module)
         self._is_due = True
@@ -97,7 +97,7 @@ class DdpAdapter(DataParallel):
         self._has_begun = self._is_due = False
         self._in_flight = []
         for module in self._modules:
-            _share_gradients(module, True)
+            _reduce_in_backward(module, True)
             if (inner := _inner(module)) is not None:
                 inner.require_forward_param_sync = True  # the first forward of a step broadcasts buffers
 
@@ -139,11 +139,11 @@ class DdpReducerAdapter(DdpAdapter):
             self.gradients_in_buckets = False
 
 
-def _share_gradients(module: Any, share: bool) -> None:
+def _reduce_in_backward(module: Any, reduce: bool) -> None:
     if isinstance(module, DistributedDataParallel):
-        module.require_backward_grad_sync = share
+        module.require_backward_grad_sync = reduce
     else:
-        module.set_requires_gradient_sync(share)
+        module.set_requires_gradient_sync(reduce)
 
 
 def _inner(module: Any) -> DistributedDataParallel | None:

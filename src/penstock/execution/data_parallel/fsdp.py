@@ -146,7 +146,7 @@ class FsdpAdapter(DataParallel):
                 gathered.grad = gathered.grad.clone()
 
     def _parameters(self) -> Iterator[Any]:
-        """What torch keeps of each parameter."""
+        """Get what torch keeps of each parameter."""
         for state in self._states():
             for group in state._fsdp_param_groups:
                 yield from group.fsdp_params

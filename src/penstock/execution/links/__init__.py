@@ -74,7 +74,7 @@ class Route(NamedTuple):
 
     @classmethod
     def in_chain(cls, stage: int) -> Self:
-        """The link from a stage to the next one, in a chain."""
+        """Make the link from a stage to the next one, in a chain."""
         return cls(stage, stage + 1, stage)
 
     @property

@@ -149,7 +149,7 @@ class BackwardCut(NamedTuple):
         return cut, nodes
 
     def matched(self, beginnings: list[Node], inputs: Sequence[torch.Tensor]) -> list[Node] | None:
-        """The nodes of another graph, if it has this form and the inputs are in their places."""
+        """Find the nodes of another graph, if it has this form and the inputs are in their places."""
         nodes = self.form.matched(beginnings)
         if nodes is None or len(inputs) != len(self.inputs):
             return None
@@ -165,7 +165,7 @@ class BackwardCut(NamedTuple):
 def _points(
     nodes: list[Node], below: list[list[int]], kept: set[int], *, adds_in_place: bool
 ) -> tuple[dict[int, tuple[list[int], WeightRule]], list[int]]:
-    """Where there are rules: the numbers of edges, and the rule. And the children that their nodes make gradients for.
+    """Find where there are rules, by the numbers of edges; and the children that their nodes make gradients for.
 
     `kept` are the nodes that lead to an input.
     """
@@ -200,7 +200,7 @@ def _meeting(inner: set[int], reached: dict[int, set[int]], points: set[int], be
 
 
 def _above(places: set[int], below: list[list[int]]) -> set[int]:
-    """All from which one of the places can be reached."""
+    """Find all places from which one of these can be reached."""
     parents: list[list[int]] = [[] for _ in below]
     for place, children in enumerate(below):
         for child in children:
@@ -210,7 +210,7 @@ def _above(places: set[int], below: list[list[int]]) -> set[int]:
 
 
 def _reached(places: list[int], below: list[list[int]]) -> set[int]:
-    """All that can be reached from the places, and they themselves."""
+    """Find all places that can be reached from these, and these themselves."""
     found: set[int] = set()
     stack = list(places)
     while stack:

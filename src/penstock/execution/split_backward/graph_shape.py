@@ -42,7 +42,7 @@ class GraphShape(NamedTuple):
 
     @classmethod
     def of(cls, beginnings: list[Node]) -> tuple[GraphShape, list[Node], list[list[int]]]:
-        """The form of the graph below some nodes, its nodes, and for each the places of its children. O(edges)."""
+        """Find the form of the graph below some nodes, its nodes, and for each the places of its children. O(edges)."""
         nodes = list(beginnings)
         seen: dict[Node | None, int] = {node: place for place, node in enumerate(nodes)} | {None: NOWHERE}
         form = cls(len(nodes), [], [])
@@ -65,7 +65,7 @@ class GraphShape(NamedTuple):
         return form, nodes, below
 
     def matched(self, beginnings: list[Node]) -> list[Node] | None:
-        """The nodes of another graph in the order of the walk, if it has this form. O(edges).
+        """Find the nodes of another graph in the order of the walk, if it has this form. O(edges).
 
         The walk begins with as many nodes as the form has, and every step adds as many as there; so all places that
         are known are there when they are asked for. Types are compared at the end, all at once.

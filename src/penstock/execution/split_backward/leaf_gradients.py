@@ -107,7 +107,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _hooks(register: Callable[[Callable[..., None]], Any]) -> dict[int, Any]:
-    """The hooks of a kind that a node has, now and later: the node keeps them in one dict."""
+    """Get the hooks of a kind that a node has, now and later: the node keeps them in one dict."""
     handle = register(_nothing)
     hooks: dict[int, Any] = handle.hooks_dict_ref()
     handle.remove()
@@ -115,4 +115,4 @@ def _hooks(register: Callable[[Callable[..., None]], Any]) -> dict[int, Any]:
 
 
 def _nothing(*_: Any) -> None:
-    """A hook that does nothing."""
+    """Do nothing, as a hook."""

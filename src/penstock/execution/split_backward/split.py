@@ -135,7 +135,7 @@ class SplitBackward:
         return list(found[:count]), WeightBackward(*later, split, found[count:])
 
     def _split(self, beginnings: list[Node], inputs: Sequence[torch.Tensor]) -> _Split | None:
-        """Where this graph falls into two; None if it does not."""
+        """Find where this graph falls into two; None if it does not."""
         beginnings = list(dict.fromkeys(beginnings)) if len(beginnings) > 1 else beginnings
         for cut in self._cuts:
             nodes = cut.matched(beginnings, inputs)
@@ -151,7 +151,7 @@ class SplitBackward:
         return None if cut.whole else self._apply(cut, nodes)
 
     def _apply(self, cut: BackwardCut, nodes: Sequence[Any]) -> _Split | None:
-        """The cut of one microbatch's graph; None if something about its nodes forbids it."""
+        """Cut the graph of one microbatch; None if something about its nodes forbids it."""
         points = cut.points
         at = [nodes[place] for place in points.places]
         targets: list[Any] = [
@@ -182,7 +182,7 @@ class SplitBackward:
     def _leaves(
         self, cut: BackwardCut, nodes: Sequence[Any]
     ) -> tuple[list[tuple[AddInPlace, list[LeafGradient]] | None], list[LeafGradient]]:
-        """What adds the gradients of each point to which leaves, and the leaves that get one in I.
+        """Find what adds the gradients of each point to which leaves, and the leaves that get one in I.
 
         Nothing where that is left to the engine, also if it shall find anomalies.
         """
@@ -198,7 +198,7 @@ class SplitBackward:
         )
 
     def _leaf(self, nodes: Sequence[Any], place: int) -> LeafGradient:
-        """The leaf at a place of a graph.
+        """Find the leaf at a place of a graph.
 
         It is known from one graph to the next as long as its node has no hooks: these must not outlive the graph.
         """
@@ -328,7 +328,7 @@ class _Split(NamedTuple):
 
 
 def _tensors(operands: Sequence[Any]) -> list[torch.Tensor]:
-    """Those of which gradients are made; the operand of a convolution has two, and settings."""
+    """List the tensors of which gradients are made; the operand of a convolution has two, and settings."""
     found: list[torch.Tensor] = []
     for operand in operands:
         if isinstance(operand, tuple):
@@ -360,7 +360,7 @@ def _edge(nodes: Sequence[Node], number: int, edge: int) -> _Edge:
 
 
 def _capture_output_gradients(nodes: Sequence[Any], carrier: torch.Tensor) -> list[list[torch.Tensor | None]]:
-    """What gets the gradient of each node's output, when all hooks of that output have seen it.
+    """Capture the gradient of each node's output, when all hooks of that output have seen it.
 
     What the engine itself hands over for an edge is the gradient before the hooks. ``register_prehook`` would do, and
     take longer than all else that is done for a node.

@@ -46,7 +46,7 @@ class WeightRule(NamedTuple):
 
 
 def find_rule(node: Any, wanted: Sequence[int], *, adds_in_place: bool) -> WeightRule | None:
-    """The rule for the edges with these numbers of a node, and of nodes at this place of such graphs; None without.
+    """Find the rule for these edges of a node, and of nodes at this place of such graphs; None without.
 
     `adds_in_place` is whether gradients may be added to leaves here.
     """
@@ -71,7 +71,7 @@ _SMALL: Final = 1 << 18
 
 
 def _saved(name: str, *factors: str) -> Operands:
-    """The operand that nodes have saved under a name. Factors must be 1.
+    """Get the operand that nodes have saved under a name. Factors must be 1.
 
     None if it is available only through a hook, which the node has to call; or if it is sparse, which has other rules.
     Whether it has been modified since it was saved is not checked here: the engine checks when it reaches the node, and
@@ -96,7 +96,7 @@ def _saved(name: str, *factors: str) -> Operands:
 
 
 def _beside_dense(find: Operands) -> Operands:
-    """The same where no node has a sparse right operand, whose gradient would be sparse as well."""
+    """Apply a rule where no node has a sparse right operand, whose gradient would be sparse as well."""
 
     def operands(nodes: Sequence[Any]) -> list[Any] | None:
         return find(nodes) if all(map(_right_strides, nodes)) else None
@@ -105,7 +105,7 @@ def _beside_dense(find: Operands) -> Operands:
 
 
 def _without_hooks(find: Operands) -> Operands:
-    """The same where, in addition, no hook observes the gradient of the right operand itself."""
+    """Apply a rule where, in addition, no hook observes the gradient of the right operand itself."""
 
     def operands(nodes: Sequence[Any]) -> list[Any] | None:
         found = find(nodes)
@@ -137,7 +137,7 @@ def _convolution_operands(wanted: Sequence[int], nodes: Sequence[Any]) -> list[A
 
 
 def _right_of(find: Operands, *, bias: bool = False) -> Callable[[Any, bool], WeightRule]:
-    """The rule for the right operand of a product, the weight of a linear layer, and for the bias that is added."""
+    """Make the rule for the right operand of a product, the weight of a linear layer, and for an added bias."""
     dense, unseen = _beside_dense(find), _without_hooks(find)
 
     def rule(node: Any, adds_in_place: bool) -> WeightRule:

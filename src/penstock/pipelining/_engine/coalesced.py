@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def gpipe_row(stage: Any, microbatches: int, *, backwards: bool, reduces: bool) -> list[Any]:
-    """All forwards, then all backwards; each receive is posted ahead, by a microbatch at least."""
+    """Order all forwards, then all backwards; each receive is posted ahead, by a microbatch at least."""
     index = stage.stage_index
     row = [*_half(index, FORWARD, microbatches, RECV_F, SEND_F, receives=not stage.is_first)]
     if backwards:
@@ -39,7 +39,7 @@ def gpipe_row(stage: Any, microbatches: int, *, backwards: bool, reduces: bool) 
 
 
 def gpipe_label(cell: Any) -> str | None:
-    """The range that torch's GPipe shows in a profiler."""
+    """Get the range that torch's GPipe shows in a profiler."""
     if isinstance(cell, Posted):
         return cell.label
     return "reduce" if cell.computation_type is REDUCE_GRAD else _half_label(cell.computation_type, cell[2])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scaled_once(stages: Sequence[Any], factor: int) -> Iterator[None]:
-    """Around a step after which these stages, in this order, divide the gradients of their modules by a factor.
+    """Wrap a step after which these stages, in this order, divide the gradients of their modules by a factor.
 
     What earlier steps have left is divided already: it is set aside while the step runs, and added back after. A weight
     of several stages is divided by the last of them: before, not all of its gradients are there.

@@ -146,7 +146,7 @@ class MethodOperations:
         return self._compute(stage, action, microbatch)
 
     def stage(self, action: _Action) -> Any:
-        """The stage of an action."""
+        """Get the stage of an action."""
         return self.stages[action.stage_index]
 
     def _sharding(self, stage: Any, kind: ComputationType) -> Operation | None:
@@ -171,7 +171,7 @@ class MethodOperations:
         raise ValueError(f"{action!r} is not an action that a rank can run")
 
     def forward(self, stage: Any, microbatch: int, after: Any = None, *, receives: bool) -> Operation:
-        """A forward; ``after`` is the next stage if it is on this rank."""
+        """Make a forward; ``after`` is the next stage if it is on this rank."""
         key, arrive = (stage.stage_index, microbatch), self._arrival(stage)
         saves, computes_loss = self._calls.saves_outputs, self._calls.computes_loss
 
@@ -198,7 +198,7 @@ class MethodOperations:
         return run_forward
 
     def backward(self, stage: Any, microbatch: int, before: Any = None, *, receives: bool) -> Operation:
-        """A whole backward; ``before`` is the stage before if it is on this rank."""
+        """Make a whole backward; ``before`` is the stage before if it is on this rank."""
         index, arrive = stage.stage_index, self._arrival(stage)
         key, microbatches = (index, microbatch), self._microbatches
         hand_over = None if before is None else self._hand_over(stage, before, microbatch)

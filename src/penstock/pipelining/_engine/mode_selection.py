@@ -109,7 +109,7 @@ def _is_plain(stage: Any) -> bool:
 def step_scope(
     stages: Sequence[Any], customs: Collection[ComputationType], known: Mode = Mode.METHODS
 ) -> Iterator[None]:
-    """Around a step in which functions of the user run in place of actions of these types.
+    """Wrap a step in which functions of the user run in place of actions of these types.
 
     If there are none, stages that compute as written here (which they do where the shortest way is known to be right)
     need not look again. If there is one for backwards, outputs stay where it may look for them.

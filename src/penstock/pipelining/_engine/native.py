@@ -109,7 +109,7 @@ class NativeStageOperations(NativeOperations):
         self._trains = trains
 
     def operation(self, cell: Any) -> Callable[[Any], None] | None:
-        """What to do for a cell of a row; None if there is nothing to do."""
+        """Build the operation of a cell of a row; None if there is nothing to do."""
         if isinstance(cell, ScaleGradients):
             return scaling(self._pipeline_stages[cell.stage_index], self.microbatches) if self._trains else None
         kind = cell.computation_type
@@ -120,7 +120,7 @@ class NativeStageOperations(NativeOperations):
         return super().operation(cell)
 
     def label(self, cell: Any) -> str:
-        """What a profiler shows for a cell."""
+        """Get what a profiler shows for a cell."""
         return _get_profiler_function_name(cell)
 
 
@@ -162,7 +162,7 @@ class Native(NamedTuple):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Around a step."""
+        """Wrap a step."""
         works = self.operations.stages.values()
         self.channel.open(next(iter(self.stages.values())))
         for work in works:
@@ -175,7 +175,7 @@ class Native(NamedTuple):
             self.channel.close()
 
     def describe_failure(self, step: NativeStep, error: Exception) -> RuntimeError | None:
-        """The error that the methods of a stage raise for one in its module or its backward; None for any other."""
+        """Make the error that the methods of a stage raise for one in its module or backward; None for any other."""
         if step.operands is None or not step.computing:
             return None
         action, values = step.operands
@@ -202,7 +202,7 @@ class _TrainingCheck:
         self._stages = stages
 
     def note(self, work: Stage, *, has_inputs: bool) -> None:
-        """A forward gave nothing that requires a gradient."""
+        """Note a forward that gave nothing that requires a gradient."""
         stage = self._stages[work.index]
         loss, outputs = self.unrooted if stage.is_last else (None, ())
         self.unrooted = None, ()
@@ -210,13 +210,13 @@ class _TrainingCheck:
 
 
 def _split_microbatches(row: Sequence[Any], stage: int) -> set[int]:
-    """The microbatches of a stage whose backward is split."""
+    """Find the microbatches of a stage whose backward is split."""
     parts = (part for cell in row if isinstance(cell, Action) for part in cell.parts)
     return {part.microbatch_index or 0 for part in parts if part[:2] == (stage, BACKWARD_INPUT)}
 
 
 def _count_backwards(row: Iterable[Any]) -> Counter[int]:
-    """How many backwards of each stage a row completes."""
+    """Count the backwards of each stage that a row completes."""
     return Counter(
         part.stage_index
         for cell in row

@@ -83,7 +83,7 @@ class ProgramCache:
         mode: Mode,
         make: Callable[[], Compiled],
     ) -> Compiled:
-        """The program for these rows; ``make`` makes it.
+        """Get the program for these rows; ``make`` makes it.
 
         There is one for training, one for evaluation, and of each one for every mode. The row of this rank is compared
         action by action, those of others by identity and length only.
@@ -186,7 +186,7 @@ def program_of_row(
 
 
 def _with_scaling(row: Iterable[_Action], microbatches: int) -> Iterator[Any]:
-    """A row with a cell for scaling after the last backward of each stage."""
+    """Add a cell for scaling after the last backward of each stage."""
     done: Counter[int] = Counter()
     for action in row:
         yield action
@@ -198,7 +198,7 @@ def _with_scaling(row: Iterable[_Action], microbatches: int) -> Iterator[Any]:
 
 
 def _scaled(row: Iterable[Any], stages: Mapping[int, Any], customs: Mapping[ComputationType, Custom]) -> list[Any]:
-    """The stages whose gradients a row scales, in order."""
+    """Find the stages whose gradients a row scales, in order."""
     return [
         stages[cell.stage_index]
         for cell in row
@@ -230,7 +230,7 @@ def _releases(
 
 
 def _rank_of(stages: Mapping[int, Any]) -> Callable[[int], int | None]:
-    """The ranks of stages. A stage of another kind may talk to others than its neighbours: then all are as one rank."""
+    """Find the ranks of stages. A stage of another kind may talk to any other one: then all are as one rank."""
     if not all(isinstance(stage, (StageInference, LinkedStage)) for stage in stages.values()):
         return lambda _: _SOME_RANK
     ranks: dict[int, int] = {}
@@ -259,7 +259,7 @@ def operations_of(
     trains: bool,
     label: Callable[[Any], str | None] = _get_profiler_function_name,
 ) -> MethodOperations:
-    """The operations of these stages, in this mode."""
+    """Make the operations of these stages, in this mode."""
     return MethodOperations(stages, microbatches, calls, trains=trains, directly=mode >= Mode.DIRECT, label=label)
 
 

@@ -104,7 +104,7 @@ class StageLoss(LastEnd):
 
 
 def _detached(output: Any) -> Any:
-    """An output without its graph, where the methods of a stage cut it off: not in a dict, and not of a view."""
+    """Detach an output where the methods of a stage do: not in a dict, and not of a view."""
     if isinstance(output, torch.Tensor):
         return output if output.grad_fn is None or output._is_view() else output.detach()
     return type(output)(map(_detached, output)) if type(output) in (tuple, list) else output

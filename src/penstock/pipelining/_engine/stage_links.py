@@ -37,7 +37,7 @@ class _Output:
         self._refuses_gradients = trains and stage._inference_mode == InferenceMode.DYNAMIC
 
     def only(self, output: Any, microbatch: int) -> torch.Tensor:
-        """The tensor in what a module returned."""
+        """Get the tensor in what a module returned."""
         if type(output) is torch.Tensor:
             return output
         outputs = _normalize_model_output_as_tuple(output)
@@ -125,7 +125,7 @@ class StageLocalLink(LocalLink):
 def links_of(
     stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool
 ) -> dict[tuple[int, int], Any]:
-    """The links to and from the stages of a rank, by source and target."""
+    """Make the links to and from the stages of a rank, by source and target."""
     touched = {source for index in stages for source in (index - 1, index)}
     last = next(iter(stages.values())).num_stages - 1
     return {
@@ -136,7 +136,7 @@ def links_of(
 
 
 def _link(source: int, stages: Mapping[int, Any], microbatches: int, channel: GroupChannel, *, trains: bool) -> Any:
-    """The link from a stage to the next one, of which one at least is on this rank."""
+    """Make the link from a stage to the next one, of which one at least is on this rank."""
     if source in stages and source + 1 in stages:
         return StageLocalLink(_Output(stages[source], trains=trains), Route.in_chain(source), microbatches)
     stage = stages[source] if source in stages else stages[source + 1]

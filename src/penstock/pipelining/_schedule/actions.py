@@ -97,5 +97,5 @@ class _PeerAction(_Action):
 
 @lru_cache
 def _get_profiler_function_name(action: _Action) -> str:
-    """What a profiler shows for an action."""
+    """Get what a profiler shows for an action."""
     return f"PP:{action}"

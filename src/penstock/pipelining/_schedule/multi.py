@@ -151,7 +151,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self._run_step(batch, self._stages, self._program, self._initialize_stages)
 
     def _program(self, mode: Mode) -> Compiled:
-        """The program of this rank: the order with transfers, which are not part of it."""
+        """Get the program of this rank: the order with transfers, which are not part of it."""
         trains, order, edges = self._has_backward, self.pipeline_order, edges_of(self._stages)
         return self._kept.program(
             order,
@@ -184,7 +184,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
 
 
 def read_csv(filename: str) -> Rows:
-    """The rows of a file: a row per rank, an empty cell for an idle step."""
+    """Read the rows of a file: a row per rank, an empty cell for an idle step."""
     with Path(filename).open(newline="", encoding="utf-8") as file:
         return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}
 

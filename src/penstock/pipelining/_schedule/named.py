@@ -124,7 +124,7 @@ class ScheduleInterleavedZeroBubble(_NamedSchedule):
         self.pipeline_order = self._add_bubbles_to_actions(self.n_local_stages * self.pp_group_size)
 
     def _add_bubbles_to_actions(self, num_stages_global: int) -> Rows:  # noqa: ARG002  # upstream has it
-        """The order with idle steps where a rank waits for a forward."""
+        """Add idle steps to an order where a rank waits for a forward."""
         return with_bubbles(self.pipeline_order)
 
 

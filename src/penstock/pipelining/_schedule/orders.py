@@ -26,7 +26,7 @@ _dual_pipe_v = lru_cache(maxsize=1)(dual_pipe_v)
 
 
 def looped_bfs_row(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Row:
-    """The order of LoopedBFS, with the wait for the first backward."""
+    """Build the order of LoopedBFS, with the wait for the first backward."""
     row = as_row(_looped_bfs(ranks, microbatches, stages_per_rank).actions[rank])
     half = len(row) // 2
     return [*[None] * rank, *row[:half], *[None] * (2 * (ranks - 1 - rank)), *row[half:]]
@@ -40,7 +40,7 @@ def zbv_row(rank: int, ranks: int, microbatches: int) -> Row:
 
 
 def dual_pipe_v_row(rank: int, ranks: int, microbatches: int) -> Row:
-    """The order of DualPipeV, which waits for nothing in particular."""
+    """Build the order of DualPipeV, which waits for nothing in particular."""
     return as_row(_dual_pipe_v(ranks, microbatches).actions[rank])
 
 
@@ -52,7 +52,7 @@ def _get_warmup_ops(
     n_microbatches: int,
     multiply_factor: int = 2,
 ) -> int:
-    """How many forwards an interleaved schedule runs before its first backward."""
+    """Count the forwards that an interleaved schedule runs before its first backward."""
     whole_rounds = (n_local_stages - 1) * microbatches_per_round
     return min(whole_rounds + multiply_factor * (pp_group_size - 1 - rank), n_microbatches * n_local_stages)
 
@@ -120,7 +120,7 @@ def _counted(kind: ComputationType, stages: Iterable[int]) -> list[_Action]:
 def interleaved_row(
     rank: int, ranks: int, stages_per_rank: int, microbatches: int, round_size: int, *, zero_bubble: bool
 ) -> Row:
-    """The order of Interleaved1F1B, or of InterleavedZeroBubble: the stages of a rank take turns, a round each."""
+    """Build the order of Interleaved1F1B, or of InterleavedZeroBubble: a rank's stages take turns, a round each."""
     factor = 1 if zero_bubble else 2
     warmup = _get_warmup_ops(rank, stages_per_rank, round_size, ranks, microbatches, factor)
     each_way = stages_per_rank * microbatches

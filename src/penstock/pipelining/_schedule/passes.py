@@ -62,7 +62,7 @@ def _merge_bw(compute_actions: Sequence[_Action | None]) -> LoweredRow:
 
 
 def _one_row(actions: Sequence[_Action | None], run: Callable[[Schedule], Schedule]) -> LoweredRow:
-    """What a pass makes of a single rank's row."""
+    """Apply a pass to a single rank's row."""
     busy = [action for action in actions if action is not None]
     if not busy:
         return []
@@ -162,7 +162,7 @@ def lowered_rows(
     defer: bool,
     edges: Sequence[Edge] | None = None,
 ) -> LoweredRows:
-    """All passes that upstream runs over a compute-only order, in its order; deferred receives in that of sends."""
+    """Run all passes of upstream over a compute-only order, in its order; deferred receives in that of sends."""
     if edges is None:
         _check_providers(rows, rank_of.__getitem__, stages)
     schedule = as_schedule(rows, rank_of.__getitem__, stages, microbatches, edges)
@@ -178,7 +178,7 @@ def compute_rows_with_transfers(
     stages: int,
     edges: Sequence[Edge] | None = None,
 ) -> LoweredRows:
-    """A compute-only order with sends and receives, and nothing else; a stage is where its actions are."""
+    """Add sends and receives to a compute-only order, and nothing else; a stage is where its actions are."""
     homes = {
         **rank_of,
         **{leaf.stage_index: rank for rank, row in rows.items() for action in row if action for leaf in action.parts},

@@ -33,7 +33,7 @@ def as_schedule(
     microbatches: int | None = None,
     edges: Sequence[Edge] | None = None,
 ) -> Schedule:
-    """The schedule of these rows; the ranks may have any numbers, in any order.
+    """Make a schedule of these rows; the ranks may have any numbers, in any order.
 
     Args:
         rows: what each rank does.
@@ -70,18 +70,18 @@ def _first_malformed(rows: Mapping[int, Sequence[_Action | None]]) -> str:
 
 
 def as_row(actions: Sequence[Action | None]) -> Row:
-    """A row of a schedule as upstream has it."""
+    """Convert a row of a schedule to upstream's form."""
     return [None if action is None else as_action(action) for action in actions]
 
 
 def as_rows(schedule: Schedule, ranks: Sequence[int] | None = None) -> Rows:
-    """The rows of a schedule; under these ranks, if they have other numbers."""
+    """Convert the rows of a schedule; under these ranks, if they have other numbers."""
     rows = schedule.actions
     return {rank: as_row(rows[number]) for number, rank in enumerate(ranks or range(schedule.ranks))}
 
 
 def as_lowered_rows(schedule: Schedule, ranks: Sequence[int]) -> LoweredRows:
-    """The rows of a schedule without idle steps."""
+    """Convert the rows of a schedule, without idle steps."""
     rows = as_rows(schedule, ranks)
     return {rank: [action for action in row if action is not None] for rank, row in rows.items()}
 

@@ -86,11 +86,11 @@ class PipelineScheduleSingle(_PipelineSchedule):
         return self._outputs_of(stages) if return_outputs else None
 
     def _get_pipeline_order(self) -> Rows | None:
-        """The order for tools that show it; None if there is none."""
+        """Get the order for tools that show it; None if there is none."""
         return None
 
     def _program(self, make: Callable[[bool, Mode], Compiled], mode: Mode) -> Compiled:
-        """The program that ``make`` compiles: for training or not, in this mode."""
+        """Get the program that ``make`` compiles: for training or not, in this mode."""
         trains = self._has_backward
         return self._kept.program(
             _NO_ORDER, 0, [self._stage], self._n_microbatches, {}, trains, mode, lambda: make(trains, mode)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def _format_pipeline_order(
     pipeline_order: Mapping[int, Sequence[_Action | None]], error_step_number: int | None = None
 ) -> str:
-    """A line per step and a column per rank; one step may be pointed at.
+    """Draw a line per step and a column per rank; one step may be pointed at.
 
     >>> from penstock.pipelining._schedule.actions import _Action
     >>> order = {0: [_Action.from_str("0F0"), None], 1: [None, _Action.from_str("1F0")]}
@@ -117,7 +117,7 @@ def _is_ready(
 
 
 def _dump_chrometrace(schedule: Mapping[int, Sequence[_Action | None]], filename: str | PathLike[str]) -> None:
-    """A trace of the order for Perfetto and ``chrome://tracing``: every action takes one microsecond."""
+    """Write a trace of the order for Perfetto and ``chrome://tracing``: every action takes one microsecond."""
     events = [
         {
             "name": str(action),

@@ -10,5 +10,5 @@ _NAMES: Final = "penstock.pipelining.schedules"
 
 
 def upstream_names() -> Any:
-    """The module with the path of upstream's: where programs put functions of their own in place of those there."""
+    """Get the module with the path of upstream's: where programs put functions of their own in place of those there."""
     return sys.modules.get(_NAMES) or import_module(_NAMES)

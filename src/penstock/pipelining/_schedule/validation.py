@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _validate_schedule(
     actions: Mapping[int, Sequence[_Action | None]], pp_group_size: int, num_stages: int, num_microbatches: int
 ) -> dict[int, int]:
-    """The rank of every stage, if each runs all microbatches forward and backward, in an order that its rank can keep.
+    """Find the rank of every stage, if each runs all microbatches forward and backward in a possible order.
 
     Raises:
         OrderError: it does not; an ``AssertionError``.

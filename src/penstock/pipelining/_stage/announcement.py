@@ -182,7 +182,7 @@ def _size(numbers: Any) -> torch.Size:
 
 
 def _written_placement(placement: Placement) -> list[Any]:
-    """By exact type: a kind of placement that is not known here would be taken for another."""
+    """Write a placement by its exact type: an unknown kind would be taken for another."""
     if type(placement) is Replicate:
         return ["replicate"]
     if type(placement) is Shard:

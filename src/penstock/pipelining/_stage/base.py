@@ -55,7 +55,7 @@ class _PipelineStageBase(StageCompute, ABC):
 
     @abstractmethod
     def _create_grad_recv_info(self, act_send_info: dict[int, list[Any]]) -> tuple[_RecvInfo, ...]:
-        """The gradients of the outputs of a microbatch."""
+        """Describe the gradients of the outputs of a microbatch."""
         raise NotImplementedError
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:

@@ -39,7 +39,7 @@ def validate_and_normalize_to_tuple(
     | None,
     allow_none: bool = False,
 ) -> tuple[torch.Tensor | None, ...] | None:
-    """Tensors as a tuple; None stays None.
+    """Make a tuple of tensors; None stays None.
 
     >>> validate_and_normalize_to_tuple([torch.tensor(1), None], allow_none=True)
     (tensor(1), None)
@@ -71,7 +71,7 @@ def validate_metadata(
     raise_on_mismatch: bool = False,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """What differs between a tensor, or its description, and what it should be, in words.
+    """Describe what differs between a tensor, or its description, and what it should be.
 
     >>> meta = extract_tensor_meta(torch.ones(2))
     >>> validate_metadata("input 0", meta, torch.ones(3))
@@ -107,7 +107,7 @@ def validate_tensors_metadata(
     raise_on_mismatch: bool = True,
     warn_on_mismatch: bool = False,
 ) -> list[str]:
-    """The same for several; None must meet None.
+    """Compare several tensors with what they should be; None must meet None.
 
     Args:
         desc: what is compared, for the message.

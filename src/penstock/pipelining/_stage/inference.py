@@ -96,7 +96,7 @@ class StageInference(_PipelineStageBase):
         return result
 
     def _receive_numbers(self, here: torch.Tensor | None, stage: int, count: int) -> torch.Tensor:
-        """Numbers from another stage."""
+        """Receive numbers from another stage."""
         if not self._is_same_rank(stage):
             numbers = torch.zeros(count, dtype=torch.int32, device=self.device)
             dist.recv(numbers, src=self._resolve_peer_global_rank(stage), group=self.group)
@@ -166,7 +166,7 @@ class StageInference(_PipelineStageBase):
     def _inference_inputs(
         self, args: tuple[torch.Tensor, ...] | _StageForwardMeta | None
     ) -> tuple[tuple[torch.Tensor, ...], list[tuple[tuple[torch.Tensor, ...], dict[str, Any]]]]:
-        """What to run the stage with: real arguments, or zeros that look like what will come.
+        """Get what to run the stage with: real arguments, or zeros that look like what will come.
 
         Where microbatches differ in their shapes, also one of every further kind, with its arguments by keyword.
         """
@@ -200,7 +200,7 @@ class StageInference(_PipelineStageBase):
         return self._stand_ins(received.forward_metas), further
 
     def _first_of_kind(self) -> list[int]:
-        """The first microbatch of every kind but the first."""
+        """Find the first microbatch of every kind but the first."""
         return [self._kinds.index(kind) for kind in sorted(set(self._kinds) - {0})]
 
     def _call(self, one: tuple[Any, int]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -209,7 +209,7 @@ class StageInference(_PipelineStageBase):
         return self._stand_ins(validate_and_normalize_to_tuple(values) if self.is_first else values), kwargs
 
     def _stand_ins(self, values: Any) -> tuple[torch.Tensor, ...]:
-        """Arguments for a dry run: real ones as they are, zeros for described ones, which are valid as an index."""
+        """Make arguments for a dry run: real ones as they are, zeros for described ones (valid indices)."""
         tensors = tuple(map(self._to_tensor, values))
         if not self.is_first:
             with torch.no_grad():
@@ -220,7 +220,7 @@ class StageInference(_PipelineStageBase):
     def _dry_run(
         self, inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any] | None, has_backward: bool
     ) -> tuple[tuple[torch.Tensor, ...] | None, Call]:
-        """What the module returns, and the copies that it was called with."""
+        """Run the module; return what it returns, and the copies that it was called with."""
         with nullcontext() if self._parallel is None else self._parallel.forward():
             outputs, copies = dry_run(
                 self.submod,
@@ -337,7 +337,7 @@ class StageInference(_PipelineStageBase):
         return [output for output, _ in pairs], ones
 
     def _to_tensor(self, arg: torch.Tensor | TensorMeta) -> torch.Tensor:
-        """A leaf with the values of a tensor, or any values where it is only described."""
+        """Make a leaf with the values of a tensor, or any values where it is only described."""
         if isinstance(arg, torch.Tensor):
             return arg.detach().requires_grad_(arg.requires_grad)
         if isinstance(arg, _DTensorMeta):
@@ -349,7 +349,7 @@ class StageInference(_PipelineStageBase):
         )
 
     def _ones_from_metadata(self, meta: TensorMeta) -> torch.Tensor:
-        """Ones that look like a gradient."""
+        """Make ones that look like a gradient."""
         with torch.no_grad():
             return self._to_tensor(replace(meta, requires_grad=False)).fill_(1)
 
@@ -386,7 +386,7 @@ class StageInference(_PipelineStageBase):
 
 
 def with_gradients(metas: Sequence[TensorMeta] | None) -> tuple[TensorMeta, ...] | None:
-    """Examples of what goes from stage to stage in training.
+    """Mark examples of what goes from stage to stage in training.
 
     If none of them requires a gradient, all that can have one do: a user who writes ``torch.empty(...)`` for an example
     thinks of shapes.
@@ -399,7 +399,7 @@ def with_gradients(metas: Sequence[TensorMeta] | None) -> tuple[TensorMeta, ...]
 def _like(
     gradients: tuple[TensorMeta | None, ...] | None, tensors: tuple[TensorMeta, ...] | None
 ) -> tuple[TensorMeta | None, ...] | None:
-    """The gradients of the tensors of another kind of microbatch: None where the first kind has none."""
+    """Describe the gradients of another kind of microbatch: None where the first kind has none."""
     if gradients is None or tensors is None:
         return None
     derived = _derive_grad_metas(tuple(replace(one, requires_grad=True) for one in tensors))

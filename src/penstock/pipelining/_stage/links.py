@@ -46,7 +46,7 @@ class LinkedStage(_PipelineStageBase):
         self._gradients_to_send: dict[int, dict[int, Outgoing]] = {}
 
     def clear_runtime_states(self) -> None:
-        """A step begins: forget the one before."""
+        """Begin a step: forget the one before."""
         super().clear_runtime_states()
         self._outputs_to_send.clear()
         self._gradients_to_send.clear()

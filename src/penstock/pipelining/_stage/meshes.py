@@ -36,7 +36,7 @@ class _MeshCache:
         self._get_mesh_cb = get_mesh_cb
 
     def get_mesh(self, key: MeshCacheKey) -> DeviceMesh:
-        """The mesh with this key; the callback is asked, once, for one that is not known."""
+        """Get the mesh with this key; the callback is asked, once, for one that is not known."""
         if (known := self._cache.get(key)) is not None:
             return known
         names, layout = key
@@ -72,5 +72,5 @@ class _MeshCache:
 
 
 def mesh_key(mesh: DeviceMesh) -> MeshCacheKey:
-    """What a mesh is known by."""
+    """Get what a mesh is known by."""
     return tuple(mesh.mesh_dim_names or ()), mesh._layout

@@ -44,28 +44,28 @@ class StageMessages(StageState):
     _takes_model_arguments = False
 
     def _get_recv_ops(self, recv_infos: tuple[_RecvInfo, ...]) -> list[dist.P2POp]:
-        """An operation for everything that comes from another stage."""
+        """Make an operation for everything that comes from another stage."""
         return [self._operation(dist.irecv, memory, source) for memory, source in self._receive_buffers(recv_infos)]
 
     def _operation(self, op: Any, tensor: torch.Tensor, stage: Any) -> dist.P2POp:
         return dist.P2POp(op, tensor, self._resolve_peer_global_rank(stage), self.group)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that receive the inputs of a microbatch."""
+        """Make the operations that receive the inputs of a microbatch."""
         return self._get_recv_ops(self.args_recv_info[fwd_chunk_id])
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that receive the gradients of a microbatch's outputs."""
+        """Make the operations that receive the gradients of a microbatch's outputs."""
         if not self.has_backward or self.is_last:
             return []
         return self._get_recv_ops(self.grad_recv_info[bwd_chunk_id])
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that send the outputs of a microbatch."""
+        """Make the operations that send the outputs of a microbatch."""
         return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing_tensors(fwd_chunk_id)]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """The operations that send the gradients of a microbatch's inputs."""
+        """Make the operations that send the gradients of a microbatch's inputs."""
         return [self._operation(dist.isend, tensor, stage) for tensor, stage in self._outgoing_gradients(bwd_chunk_id)]
 
     # The same without operations, for messages that begin at once -----------------------------------------------------
@@ -100,7 +100,7 @@ class StageMessages(StageState):
     # What goes where --------------------------------------------------------------------------------------------------
 
     def _receive_buffers(self, infos: tuple[_RecvInfo, ...]) -> list[tuple[torch.Tensor, Any]]:
-        """Memory for everything that comes from another stage, and the stage."""
+        """Find memory for everything that comes from another stage, and the stage."""
         coming = []
         for info in infos:
             if info.is_root_arg:
@@ -114,7 +114,7 @@ class StageMessages(StageState):
         return coming
 
     def _outgoing_tensors(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
-        """The outputs of a microbatch as they go over the wire, and the stages that they go to."""
+        """List the outputs of a microbatch as they go over the wire, and the stages that they go to."""
         if self.is_last and microbatch not in self.fwd_cache:
             return []
         outputs, inputs = self.fwd_cache[microbatch]
@@ -160,7 +160,7 @@ class StageMessages(StageState):
             self.fwd_cache[microbatch] = tuple([as_root(output) for output in outputs]), inputs
 
     def _are_outputs_used(self) -> bool:
-        """Whether what shares gradients looks at outputs in the backward."""
+        """Whether what reduces gradients looks at outputs in the backward."""
         return self._parallel is not None and self._parallel.keeps_outputs
 
     def _has_own_backward(self) -> bool:
@@ -168,7 +168,7 @@ class StageMessages(StageState):
         return False
 
     def _outgoing_gradients(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
-        """The gradients of a microbatch's inputs as they go over the wire, and the stages that they go to."""
+        """List the gradients of a microbatch's inputs as they go over the wire, and the stages that they go to."""
         if not self.has_backward or self.is_first:
             return []
         self._check_chunk_id(microbatch)
@@ -190,7 +190,7 @@ class StageMessages(StageState):
         return going
 
     def _sendable_gradient(self, gradient: torch.Tensor | None, index: int, microbatch: int) -> torch.Tensor | None:
-        """What goes over the wire: zeros for an input that nothing depends on; None if nothing is waited for."""
+        """Get what goes over the wire: zeros for an input that nothing depends on; None if nothing is waited for."""
         meta = self._gradient_meta(index, microbatch)
         if meta is None:
             if gradient is None:
@@ -211,7 +211,7 @@ class StageMessages(StageState):
         return self._get_grad_send_meta(index) if metas is None or index >= len(metas) else metas[index]
 
     def _get_grad_send_meta(self, input_idx: int) -> TensorMeta | None:
-        """What the gradient of an input looks like; None if it has none."""
+        """Describe the gradient of an input; None if it has none."""
         gradients, inputs = self._stage_meta.input_grads, self._stage_meta.inputs
         if gradients is not None and input_idx < len(gradients):
             return gradients[input_idx]
@@ -241,7 +241,7 @@ class StageMessages(StageState):
             info.put(to_local_if_dtensor(tensor, detach=True))
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of a microbatch's inputs, for the stage before, which is on the same rank."""
+        """Get the gradients of a microbatch's inputs, for the stage before, which is on the same rank."""
         if not self.has_backward:
             raise AssertionError(f"stage {self.stage_index} has no backward, so it has no input gradients")
         if self.is_first:
@@ -271,7 +271,7 @@ class StageMessages(StageState):
             info.put(to_local_if_dtensor(tensor))
 
     def _map_tensor_from_recv_info(self, recv_infos: tuple[_RecvInfo, ...]) -> Any:
-        """The buffers of inputs."""
+        """Get the buffers of inputs."""
 
         def buffer_of(info: Any) -> Any:
             if info.is_root_arg:
@@ -281,7 +281,7 @@ class StageMessages(StageState):
         return map_aggregate(cast("Any", recv_infos), buffer_of)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
-        """The inputs of a microbatch, as leaves of its graph."""
+        """Get the inputs of a microbatch, as leaves of its graph."""
         needs_gradients = self.has_backward and torch.is_grad_enabled()
         activations = []
         for info in self.args_recv_info[fwd_chunk_id]:
@@ -311,7 +311,7 @@ class StageMessages(StageState):
         return tuple(activations)
 
     def _distributed(self, local: torch.Tensor, meta: _DTensorMeta, info: _RecvInfo) -> torch.Tensor:
-        """A distributed tensor again, from the part of it that was received."""
+        """Make a distributed tensor again, from the part of it that was received."""
         if local.requires_grad:
             raise PipeliningMetadataError(
                 f"stage {self.stage_index}: what was received for {info.input_name} requires a gradient before it is "
@@ -324,7 +324,7 @@ class StageMessages(StageState):
         return distributed
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of a microbatch's outputs; None for one that has none."""
+        """Get the gradients of a microbatch's outputs; None for one that has none."""
         gradients: list[torch.Tensor | None] = []
         for info in self.grad_recv_info[bwd_chunk_id]:
             buffer, meta = info.buffer, info.tensor_meta
@@ -343,7 +343,7 @@ class StageMessages(StageState):
         return tuple(gradients)
 
     def clear_runtime_states(self) -> None:
-        """A step begins: forget the one before."""
+        """Begin a step: forget the one before."""
         self.fwd_cache.clear()
         self._by_keyword.clear()
         self.output_chunks.clear()
@@ -361,7 +361,7 @@ class StageMessages(StageState):
 
 
 def as_root(output: Any) -> Any:
-    """Where the backward of an output begins, without the output; None if it has none; a leaf itself."""
+    """Find where the backward of an output begins, without the output; None if it has none; a leaf itself."""
     if not isinstance(output, torch.Tensor) or not output.requires_grad:
         return None
     return output if output.grad_fn is None else gradient_edge(output)

@@ -40,12 +40,12 @@ class _TensorMeta:
         return _TensorMeta(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def to_tensor(self, device: torch.device | str) -> torch.Tensor:
-        """A tensor like this, with any values; it requires a gradient only if one can be made for its type."""
+        """Make a tensor like this, with any values; it requires a gradient only if one can be made for its type."""
         tensor = _make_tensor_from_meta(self, device)
         return tensor.requires_grad_(self.requires_grad) if is_differentiable(self.dtype) else tensor
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
-        """What differs, in words. Whether a gradient is required does not count: it depends on how a stage is run."""
+        """Describe what differs. Whether a gradient is required does not count: it depends on how a stage is run."""
         return _differences(self, other, ("shape", "stride", "dtype"))
 
 
@@ -84,7 +84,7 @@ class _DTensorMeta(_TensorMeta):
         return self.mesh_dim_names, self.mesh_layout
 
     def to_dtensor(self, device: torch.device | str, mesh: DeviceMesh) -> DTensor:
-        """A distributed tensor like this, with any values."""
+        """Make a distributed tensor like this, with any values."""
         distributed = DTensor.from_local(
             _make_tensor_from_meta(self, device),
             mesh,
@@ -99,7 +99,7 @@ class _DTensorMeta(_TensorMeta):
         return distributed
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
-        """What differs, in words."""
+        """Describe what differs."""
         if self == other:
             return []
         differences = _TensorMeta.get_diff(self, other)
@@ -177,12 +177,12 @@ def is_differentiable(dtype: torch.dtype) -> bool:
 
 
 def _make_tensor_from_meta(meta: _TensorMeta, device: torch.device | str) -> torch.Tensor:
-    """A plain tensor to receive into."""
+    """Make a plain tensor to receive into."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
 def _derive_grad_metas(tensor_metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta | None, ...]:
-    """The gradients of tensors, as far as they follow: None for one without, and for a distributed one."""
+    """Describe the gradients of tensors, as far as they follow: None for one without, and for a distributed one."""
     return tuple(
         _TensorMeta(meta.shape, meta.stride, meta.dtype, requires_grad=False)
         if meta.requires_grad and not isinstance(meta, _DTensorMeta)

@@ -27,7 +27,7 @@ Watched = Sequence[Sequence[tuple[int, torch.Tensor, int]]]
 
 
 def find_shared(values: Sequence[Any], kin: Kin = ()) -> Groups:
-    """Which of these values share memory, by their number.
+    """Find which of these values share memory, by their number.
 
     >>> whole = torch.ones(4, 4)
     >>> find_shared([whole, 3, whole[0], torch.ones(2)])
@@ -41,18 +41,18 @@ def find_shared(values: Sequence[Any], kin: Kin = ()) -> Groups:
 
 
 def kin_among(values: Sequence[Any], shared: Groups) -> Kin:
-    """The tensors of groups of values."""
+    """Get the tensors of groups of values."""
     groups = [[_memory_of(values[number]) for number in group] for group in shared]
     return [[tensor for tensor in group if tensor is not None] for group in groups]
 
 
 def merge_groups(several: Iterable[Groups]) -> Groups:
-    """All groups that are in one of several."""
+    """Merge all groups that are in one of several."""
     return tuple(sorted({group for groups in several for group in groups}))
 
 
 def watch(inputs: Sequence[Any], shared: Groups) -> Watched:
-    """The inputs that have shared memory, where they no longer do."""
+    """Watch the inputs that have shared memory, where they no longer do."""
     watched = []
     for group in shared:
         found = [(number, tensor) for number in group if (tensor := _memory_of(inputs[number])) is not None]
@@ -87,7 +87,7 @@ def check_announced(found: Groups, announced: Groups, stage: int, microbatch: in
 
 
 def _memory_of(value: Any) -> torch.Tensor | None:
-    """The tensor in whose memory a value is; of a DTensor, the part that is here. None if it has none."""
+    """Find the tensor in whose memory a value is; of a DTensor, the part that is here. None if it has none."""
     if type(value) is not torch.Tensor:
         if not isinstance(value, torch.Tensor):
             return None

@@ -174,7 +174,7 @@ class StageState:
         return self._parallel_of_submodule
 
     def _metas_of(self, microbatch: int) -> _StageMeta:
-        """What the tensors of a microbatch look like."""
+        """Describe the tensors of a microbatch."""
         kind = self._kinds[microbatch] if self._kinds else 0
         return self._other_metas[kind - 1] if kind else self._stage_meta
 
@@ -187,6 +187,6 @@ class StageState:
             raise RuntimeError(f"{self.log_prefix} microbatch {chunk_id} is out of range [0, {self.chunks})")
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
-        """The rank, among all, that holds a stage."""
+        """Find the rank, among all, that holds a stage."""
         group = self.group or dist.distributed_c10d._get_default_group()
         return dist.get_global_rank(group, self.stage_index_to_group_rank[stage_idx])

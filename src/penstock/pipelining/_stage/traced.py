@@ -79,7 +79,7 @@ class _PipelineStage(LinkedStage):
             self.submod.to(self.device)
 
     def get_stage_index_of_submod(self, submod_name: str) -> int:
-        """Which stage a module of the graph is."""
+        """Find which stage a module of the graph is."""
         if submod_name not in self.submod_to_stage_index:
             known = ", ".join(self.submod_to_stage_index)
             raise PipeliningMetadataError(f"unknown stage {submod_name!r}; the stages are {known}")
@@ -106,7 +106,7 @@ class _PipelineStage(LinkedStage):
         return super().forward_one_chunk(fwd_chunk_id, args, kept, save_forward_output)
 
     def find_dst_rank(self, user: fx.Node) -> int | None:
-        """The stage that a user of an output is; None if it is none."""
+        """Find the stage that a user of an output is; None if it is none."""
         return self.get_stage_index_of_submod(user.name) if user.op == "call_module" else None
 
     def _prepare_forward_infra(
@@ -144,7 +144,7 @@ class _PipelineStage(LinkedStage):
         return None
 
     def _create_act_recv_info(self) -> tuple[_RecvInfo, ...]:
-        """The inputs of a microbatch: arguments of the model, and what comes from other stages."""
+        """Describe the inputs of a microbatch: arguments of the model, and what comes from other stages."""
         graph: fx.Graph = self.submod.graph
         inside = [node for node in graph.nodes if node.op == "placeholder"]
         return tuple(self._received(node, origin) for node, origin in zip(inside, self._inputs, strict=True))
@@ -159,7 +159,7 @@ class _PipelineStage(LinkedStage):
         return _RecvInfo(name, origin.stage, None, self._described(example))
 
     def _described(self, example: torch.Tensor) -> _TensorMeta:
-        """What goes from stage to stage. It was traced without gradients, whatever the training needs."""
+        """Describe what goes from stage to stage. It was traced without gradients, whatever the training needs."""
         needed = self.has_backward and is_differentiable(example.dtype)
         return _TensorMeta(example.shape, example.stride(), example.dtype, needed)
 
@@ -222,5 +222,5 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> _PipelineStage:
-    """A stage of a traced model; see ``_PipelineStage``."""
+    """Build a stage of a traced model; see ``_PipelineStage``."""
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group)

@@ -41,7 +41,7 @@ class TrainingCheck(StageMessages):
     _trains_nothing = False
 
     def clear_runtime_states(self) -> None:
-        """A step begins: forget the one before."""
+        """Begin a step: forget the one before."""
         super().clear_runtime_states()
         self._without_root = 0
         self._training_steps += self._has_backward

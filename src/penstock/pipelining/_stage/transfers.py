@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _normalize_model_output_as_tuple(output: Any) -> tuple[Any, ...]:
-    """What a module returns, as a tuple of what goes to the next stage.
+    """Make a tuple of what a module returns: what goes to the next stage.
 
     >>> _normalize_model_output_as_tuple([1, 2]), _normalize_model_output_as_tuple(1)
     ((1, 2), (1,))
@@ -57,14 +57,14 @@ class _RecvInfo:
         return f"_RecvInfo(input={self.input_name}, source={self.source}, shape={shape}, meta={kind})"
 
     def allocate(self, device: torch.device) -> torch.Tensor:
-        """A new buffer, which is given up when it is taken; returns its memory, as it is received."""
+        """Make a new buffer, which is given up when it is taken; return its memory, as it is received."""
         assert self.tensor_meta is not None
         self.buffer = spec_of(self.tensor_meta).empty(device)
         self._for_one_use = True
         return as_wire(self.buffer)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """A tensor in place of a received one."""
+        """Put a tensor in place of a received one."""
         self.buffer = tensor
         self._for_one_use = True
 
@@ -76,12 +76,12 @@ class _RecvInfo:
 
 
 def spec_of(meta: TensorMeta, *, requires_grad: bool = False) -> TensorSpec:
-    """What goes over the wire for a tensor that is described; for a distributed one, the part that is here."""
+    """Describe what goes over the wire for a tensor; for a distributed one, the part that is here."""
     return TensorSpec.dense(meta.shape, meta.stride, meta.dtype, requires_grad=requires_grad)
 
 
 def to_wire(tensor: torch.Tensor, spec: TensorSpec, what: str) -> torch.Tensor:
-    """The memory of a tensor as it is sent; an error that says what it is if it does not match its spec."""
+    """View the memory of a tensor as it is sent; raise an error that says what it is if it does not match its spec."""
     if not spec.matches(tensor, gradients=False):
         differs = "shape" if tensor.shape != spec.shape else "dtype"
         raise PipeliningMetadataError(
