@@ -49,5 +49,5 @@ def _labels(model: nn.Module, config: Any, ids: torch.Tensor) -> torch.Tensor:
         return torch.arange(_SAMPLES) % classes
     if name.endswith("TokenClassification"):
         return ids % classes
-    # Two lengths that differ tell an encoder's sizes from a decoder's.
+    # Different lengths, so that an encoder's sizes are not taken for a decoder's.
     return ids[:, : max(ids.shape[1] - 2, 1)].clone() if getattr(config, "is_encoder_decoder", False) else ids.clone()

@@ -36,7 +36,7 @@ def export_model(
 
 
 def _distinct(arguments: Any) -> Any:
-    """Copy a tensor that is there twice: an export would take the two arguments for one, in every later call too."""
+    """Copy a tensor that appears twice: an export would take the two arguments for one, in every later call too."""
     seen: set[int] = set()
 
     def copy_known(value: torch.Tensor) -> torch.Tensor:
