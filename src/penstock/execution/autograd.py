@@ -7,7 +7,7 @@ node. The engine makes the same checks itself.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -19,6 +19,20 @@ _NOTHING: Final = nullcontext()
 #: Part of torch's error for a leaf, or a view of one, that is modified in place.
 _INPLACE_ON_LEAF: Final = "leaf Variable that requires grad"
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+def needs_gradient(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value is a tensor that requires a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def is_differentiable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type can have a gradient.
+
+    >>> [is_differentiable(dtype) for dtype in (torch.float16, torch.complex64, torch.int64)]
+    [True, True, False]
+    """
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def gradient_edge(tensor: torch.Tensor) -> GradientEdge:

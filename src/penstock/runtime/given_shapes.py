@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MetadataError, StageError
+from penstock.execution.autograd import is_differentiable
 from penstock.execution.framing import decode_numbers, encode_numbers, join_parts, split_parts
 from penstock.execution.value_spec import ValueSpec, describe, mismatch
 from penstock.execution.wire_format import decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from penstock.execution.stage import Stage
     from penstock.runtime.shape_negotiation import Metas
@@ -77,11 +76,7 @@ def _compare(metas: dict[int, ValueSpec], trained: Sequence[int], wiring: Wiring
 def _with_gradients(meta: ValueSpec, returning: Sequence[bool]) -> ValueSpec:
     """Let every tensor need a gradient that can have one, and that gets one back."""
     tensors = tuple(
-        replace(one, requires_grad=returns and _differentiable(one.dtype))
+        replace(one, requires_grad=returns and is_differentiable(one.dtype))
         for one, returns in zip(meta.tensors, returning, strict=True)
     )
     return replace(meta, tensors=tensors)
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.execution.autograd import run_backward, unshare_gradients
+from penstock.execution.autograd import needs_gradient, run_backward, unshare_gradients
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.pipelining._debug import map_debug_info
 from penstock.pipelining._stage.forward import StageForward
@@ -16,7 +16,6 @@ from penstock.pipelining._stage.gradients import (
     Gradients,
     find_roots,
     kept_gradients,
-    needs_gradient,
     nothing,
     pop_input_gradients,
     unseeded,

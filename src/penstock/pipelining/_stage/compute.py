@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.execution.autograd import is_lazy
+from penstock.execution.autograd import is_lazy, needs_gradient
 from penstock.pipelining._stage.backward import StageBackward
 from penstock.pipelining._stage.gradients import (
     Gradients,
     detach_in_place,
     is_root,
-    needs_gradient,
     nothing,
     of_one_kind,
 )

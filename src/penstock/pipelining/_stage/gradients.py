@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from penstock.execution.autograd import pop_gradients
+from penstock.execution.autograd import needs_gradient, pop_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 
 Gradients = tuple[torch.Tensor | None, ...]
-
-
-def needs_gradient(value: Any) -> bool:
-    """Whether a value is a tensor that requires a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def of_one_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

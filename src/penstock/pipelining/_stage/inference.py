@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from penstock.execution.autograd import is_differentiable
 from penstock.execution.dry_run import Call, dry_run
 from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.preserved_state import copy_as_leaves
@@ -393,7 +394,7 @@ def with_gradients(metas: Sequence[TensorMeta] | None) -> tuple[TensorMeta, ...]
     """
     if metas is None or any(meta.requires_grad or isinstance(meta, _DTensorMeta) for meta in metas):
         return None if metas is None else tuple(metas)
-    return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point or meta.dtype.is_complex) for meta in metas)
+    return tuple(replace(meta, requires_grad=is_differentiable(meta.dtype)) for meta in metas)
 
 
 def _like(

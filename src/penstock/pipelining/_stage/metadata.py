@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 import torch
 from torch.distributed.tensor import DTensor
 
+from penstock.execution.autograd import is_differentiable
 from penstock.pipelining._stage.meshes import MeshCacheKey, PipeliningMetadataError, mesh_key
 
 if TYPE_CHECKING:
@@ -165,15 +166,6 @@ class InferenceMode(Enum):
             return True
         gradients_known = meta.input_grads is not None and meta.output_grads is not None
         return stage_has_backward and meta.has_dtensors() and not gradients_known
-
-
-def is_differentiable(dtype: torch.dtype) -> bool:
-    """Whether tensors of this type can have a gradient.
-
-    >>> [is_differentiable(dtype) for dtype in (torch.float16, torch.complex64, torch.int64)]
-    [True, True, False]
-    """
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _make_tensor_from_meta(meta: _TensorMeta, device: torch.device | str) -> torch.Tensor:

@@ -9,9 +9,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from penstock.execution.autograd import is_differentiable
 from penstock.models.tracing.wiring import Origin, Wiring, read_wiring
 from penstock.pipelining._stage.links import LinkedStage
-from penstock.pipelining._stage.metadata import is_differentiable
 from penstock.pipelining._stage.state import logger
 from penstock.pipelining._stage.transfers import _RecvInfo
 from penstock.pipelining._utils import (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.pipelining._stage.gradients import needs_gradient
+from penstock.execution.autograd import needs_gradient
 from penstock.pipelining._stage.messages import StageMessages
 from penstock.pipelining._utils import InferenceMode, flatten_args
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from penstock.execution.autograd import needs_gradient
 from penstock.execution.links import fill_missing, roots_of
 from penstock.execution.links.fan_out import add_up, number_roots
 from penstock.execution.preserved_state import copy_as_leaves
@@ -114,7 +115,7 @@ class ReferenceRun:
 
         def call(args: Any, keywords: Any) -> tuple[Any, InFlight]:
             # What the first stage is called with has no stage before it.
-            inputs = [one for one in pytree.tree_leaves(args) if _needs_gradient(one)] if taken else []
+            inputs = [one for one in pytree.tree_leaves(args) if needs_gradient(one)] if taken else []
             output = stage.module(*(stage.fresh(args) if stage.changes_inputs else args), **keywords)
             if index < self._last:
                 payloads = outputs.payloads(outputs.values(output)) if outputs.links else []
@@ -197,7 +198,3 @@ def _leaves(meta: ValueSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
     return [
         tensor.detach().requires_grad_(one.requires_grad) for tensor, one in zip(tensors, meta.tensors, strict=True)
     ]
-
-
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
