@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from penstock.errors import SplitError
 from penstock.execution.ties import Tie, near_matches
 from penstock.execution.value_spec import describe_tensor
+from penstock.models.construction import named_tensors
 from penstock.models.units import names_of
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def find_holdings(
         needed: the stages that need further parameters, by name.
         count: the number of stages.
     """
-    tensors = dict(_named_tensors(model))
+    tensors = dict(named_tensors(model))
     groups = group_names(tensors)
     names: list[set[str]] = [set() for _ in range(count)]
     all_names = names_of(model)
@@ -82,7 +83,7 @@ def part_names(model: nn.Module, units: Units, held: Iterable[Iterable[str]], gr
             names |= {
                 f"{name}.{short}" if name else short for short, value in module._buffers.items() if value is not None
             }
-    present = {name for name, _ in _named_tensors(model)}
+    present = {name for name, _ in named_tensors(model)}
     return names & present
 
 
@@ -131,10 +132,6 @@ def _mismatch(parameters: Sequence[tuple[str, torch.Tensor]]) -> str | None:
             found = f"{first} is {describe_tensor(one)}, but {name} is {describe_tensor(other)}"
             return f"{found}; tied parameters must be alike"
     return None
-
-
-def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _place_unread(

@@ -6,17 +6,17 @@ and many others call for every module. Each tensor's random numbers come from a 
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import SplitError
-from penstock.models.construction import empty_tensor, named_tensors, seeded
+from penstock.models.construction import empty_tensor, seeded
 from penstock.models.layout import shorten
 from penstock.models.named_draws import NamedDraws
 from penstock.models.registrations import names_by_tensor
+from penstock.models.tree_copy import copy_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def _scratch(model: nn.Module, names: set[str], device: torch.device | str) -> t
 
     A tied tensor is with one of its modules only: its constructor initialised it before it was tied.
     """
-    scratch, made = copy_structure(model), dict[str, Tensor]()
+    scratch, made = copy_tree(model), dict[str, Tensor]()
     names_of = names_by_tensor(scratch)
     owners = _owners(scratch)
     for module in scratch.modules():
@@ -80,12 +80,6 @@ def _owners(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
                 if tensor is not None:
                     owners.setdefault(id(tensor), (module, attribute))
     return owners
-
-
-def copy_structure(model: nn.Module) -> nn.Module:
-    """Copy the modules of a model; the copy has the same tensors."""
-    memo: dict[int, Any] = {id(tensor): tensor for _, tensor in named_tensors(model)}
-    return copy.deepcopy(model, memo)
 
 
 def _initializers(model: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from penstock.errors import SplitError
 from penstock.models.construction import checked_model, construct, empty_tensor, named_tensors, replace_tensors
-from penstock.models.initialization import copy_structure, initialize
+from penstock.models.initialization import initialize
 from penstock.models.layout import near_matches, shorten
 from penstock.models.registrations import names_by_tensor
+from penstock.models.tree_copy import copy_tree
 
 if TYPE_CHECKING:
     from penstock.models.registrations import Survey
@@ -79,7 +80,7 @@ def materialize_model(
     if not callable(init) and init not in ("exact", "per_name"):
         raise SplitError(f"unknown init {init!r}; use 'exact', 'per_name', or a function of a name and a tensor")
     if isinstance(build, nn.Module):
-        model = copy_structure(build)
+        model = copy_tree(build)
     else:
         if not callable(build):
             checked_model(build)

@@ -10,9 +10,10 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.models.construction import checked_model, construct, named_tensors, replace_tensors
-from penstock.models.initialization import copy_structure, initialize
+from penstock.models.initialization import initialize
 from penstock.models.materialize import materialize_model
 from penstock.models.meta_forward import MetaForward
+from penstock.models.tree_copy import copy_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -49,7 +50,7 @@ class ModelSource:
         absent = {name for name, buffer in self._given.named_buffers(remove_duplicate=False) if buffer.is_meta}
         if not absent:
             return self._given
-        model = copy_structure(self._given)
+        model = copy_tree(self._given)
         with suppress(SplitError):
             made = initialize(self._given, absent, seed=0, device="cpu")
             replace_tensors(model, lambda called, tensor: next((made[n] for n in called if n in made), tensor))
