@@ -1,8 +1,7 @@
-"""Finds the metadata of a stage's tensors: from examples, or by a dry run through all stages.
+"""Finds the metadata of a stage's tensors by a dry run through all stages.
 
-All stages vote first, since either all are run or none. If each has examples enough, none is. Otherwise the first stage
-is run with its real arguments and sends its output's metadata to the next, and so on; then back for the gradients. Such
-a run leaves random numbers, buffers and gradients as they were.
+The first stage is run with its real arguments and sends its output's metadata to the next, and so on; then back for the
+gradients. Such a run leaves random numbers, buffers and gradients as they were.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from penstock.execution.microbatch_kinds import find_kinds
 from penstock.execution.preserved_state import copy_as_leaves
 from penstock.pipelining._backward import _autograd_grad_for_inputs
 from penstock.pipelining._stage.announcement import DetailedForwardMeta, decode, encode
-from penstock.pipelining._stage.base import _PipelineStageBase
-from penstock.pipelining._stage.sharded_batch import NOT_KNOWN, Samples
 from penstock.pipelining._stage.sharing import find_shared, kin_among, merge_groups
+from penstock.pipelining._stage.votes import StageVotes
 from penstock.pipelining._utils import (
-    InferenceMode,
     PipeliningMetadataError,
     TensorMeta,
     _derive_grad_metas,
@@ -44,67 +41,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class StageInference(_PipelineStageBase):
+class StageInference(StageVotes):
     """A stage that infers the metadata of its tensors."""
 
-    _user_meta: _StageMeta
-    _inference_mode: InferenceMode | None = None
-    _next_microbatches: tuple[list[Any], list[Any]] = ([], [])
-    #: The samples of the batch in all, and on this rank of the first stage; None if they are not known.
-    _batch_samples: Samples | None = None
     _fwd_outputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_inputs_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
     _fwd_kwargs_tensors_for_bwd_meta: tuple[torch.Tensor, ...] | None = None
-
-    def _set_microbatches(self, arg_mbs: list[Any], kwarg_mbs: list[Any], batch: Samples | None) -> None:
-        """Take, before stages are prepared, what all microbatches are called with: they may differ in shapes."""
-        self._next_microbatches = arg_mbs, kwarg_mbs
-        self._batch_samples = batch if self.is_first else None
-
-    def _is_same_rank(self, other_stage: int) -> bool:
-        return self.stage_index_to_group_rank[other_stage] == self.group_rank
-
-    def _warmup_forward_vote(self, has_backward: bool, received_acc: torch.Tensor | None = None) -> torch.Tensor:
-        """Vote, and send the next stage whether all up to here have examples enough: 1 if so, else 0.
-
-        Beside the vote go whether a stage up to here has something to train, and the samples of the batch in all, and
-        on this rank of the first stage.
-
-        Args:
-            has_backward: whether gradients are needed.
-            received_acc: what the stage before has returned, on the same rank.
-        """
-        uneven = self.is_first and len(set(find_kinds(*self._next_microbatches)[0])) > 1
-        vote = int(not uneven and not InferenceMode.needs_dynamic(self._user_meta, has_backward))
-        trained_before = False
-        samples = self._batch_samples or NOT_KNOWN
-        if not self.is_first:
-            received = self._receive_numbers(received_acc, self.stage_index - 1, 2 + len(samples)).tolist()
-            vote, trained_before, samples = vote * received[0], bool(received[1]), Samples(*received[2:])
-            self._batch_samples = None if samples == NOT_KNOWN else samples
-        trained = self._note_training(trained_before, self._next_microbatches)
-        votes = torch.tensor([vote, trained, *samples], dtype=torch.int32, device=self.device)
-        if not self.is_last and not self._is_same_rank(self.stage_index + 1):
-            dist.send(votes, dst=self._resolve_peer_global_rank(self.stage_index + 1), group=self.group)
-        return votes
-
-    def _warmup_backward_result(self, received_result: torch.Tensor | None = None) -> torch.Tensor:
-        """Take the outcome of the vote, and send it to the stage before."""
-        following = self.stage_index if self.is_last else self.stage_index + 1
-        result = self._receive_numbers(received_result, following, 1)[:1]
-        if not self.is_first and not self._is_same_rank(self.stage_index - 1):
-            dist.send(result, dst=self._resolve_peer_global_rank(self.stage_index - 1), group=self.group)
-        return result
-
-    def _receive_numbers(self, here: torch.Tensor | None, stage: int, count: int) -> torch.Tensor:
-        """Receive numbers from another stage."""
-        if not self._is_same_rank(stage):
-            numbers = torch.zeros(count, dtype=torch.int32, device=self.device)
-            dist.recv(numbers, src=self._resolve_peer_global_rank(stage), group=self.group)
-            return numbers
-        if here is None:
-            raise AssertionError(f"stage {self.stage_index}: the vote of stage {stage}, on the same rank, is missing")
-        return here
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         """Send metadata to a stage on another rank."""
