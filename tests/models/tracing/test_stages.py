@@ -269,3 +269,55 @@ def test_an_unknown_module_comes_with_near_matches():
     assert isinstance(raised.value, SplitError)
     with pytest.raises(ValueError, match="stages are 0 to 2"):
         pipeline(Chain(pipe_split), (X,)).get_stage_module(3)
+
+
+class InPlace(nn.Module):
+    """The second stage changes what it gets, and the third uses it, too."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.change = change
+
+    def forward(self, x):
+        x = self.first(x) * 2
+        pipe_split()
+        y = self.change(x)
+        pipe_split()
+        return self.last(y) + x
+
+
+@pytest.mark.parametrize(
+    "change", [nn.ReLU(inplace=True), lambda x: x.add_(1), lambda x: x.mul_(3), lambda x: nn.functional.relu_(x) + 1]
+)
+def test_a_change_in_place_of_another_stages_value_is_seen_by_all(change):
+    pipe = pipeline(model := InPlace(change), (X,))
+    assert pipe.num_stages == 3
+    expected = model(X)
+    expected.square().mean().backward()
+    whole = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    torch.testing.assert_close(pipe(X)[0], expected, rtol=0, atol=0)
+    run_as_one(pipe, X)[0].square().mean().backward()
+    torch.testing.assert_close(gradients(stages(pipe)), whole)
+
+
+def test_a_change_in_place_that_a_later_stage_would_miss_is_refused():
+    class Missed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            x = self.first(x) * 2
+            row = x[:1]
+            pipe_split()
+            y = x.mul_(3)
+            pipe_split()
+            return y + row
+
+    with pytest.raises(TraceError, match=r"changes a value of an earlier stage in place \(aten.mul_"):
+        pipeline(Missed(), (X,))
+    model = InPlace(lambda x: x.mul_(x[:1] + 1))
+    with torch.no_grad():
+        torch.testing.assert_close(pipeline(model, (X,))(X)[0], model(X), rtol=0, atol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.models.tracing.marks import is_mark
+from penstock.models.tracing.mutations import replace_mutations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,8 @@ class Part(NamedTuple):
 def cut(graph: fx.Graph, ignored: set[fx.Node]) -> list[Part]:
     """Return the parts of a graph, none of them empty; ``ignored`` are nodes that belong to none.
 
-    What no other part uses would be a stage that sends nothing: it joins the part before.
+    What no other part uses would be a stage that sends nothing: it joins the part before. What a part changes in place
+    of another one is replaced.
     """
     pieces: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
@@ -48,6 +50,7 @@ def cut(graph: fx.Graph, ignored: set[fx.Node]) -> list[Part]:
     if not kept:
         kept = [[]]
     kept[0][:0] = joins
+    replace_mutations(kept)
     return _connected(kept, graph.output_node())
 
 
