@@ -33,7 +33,7 @@ def replace_mutations(pieces: Sequence[Sequence[fx.Node]]) -> None:
             functional = _functional(node.target)
             if views:
                 _check_views(node, views, home, order)
-            elif functional is not None and value is node.args[0]:
+            elif functional is not None and node.args[:1] == (value,):
                 _replace(node, value, functional, order)
 
 
