@@ -108,7 +108,7 @@ def _said(error: BaseException) -> str:
 
 
 def _operands(action: Action, step: Step | None) -> list[str]:
-    """The shapes that an action, or a part of it, works on."""
+    """Describe the tensors that an action, or a part of it, works on."""
     if step is None or step.operands is None:
         return []
     part, value = step.operands

@@ -115,7 +115,7 @@ def _waiting_for_all(rank: int) -> Iterator[None]:
 
 
 def _new_prefix(store: Store, rank: int) -> str:
-    """A prefix that all ranks of a group agree on, new for each transport that they create over it.
+    """Make a prefix that all ranks of a group agree on, new for each transport that they create over it.
 
     Every rank counts its own transports in the store; the ranks create them together.
     """
@@ -123,7 +123,7 @@ def _new_prefix(store: Store, rank: int) -> str:
 
 
 def _clone_connection(store: Store) -> Store:
-    """The same store through a second connection, where it has connections: a wait keeps other threads from using one.
+    """Open a second connection to a store, where it has connections: a wait keeps other threads from using one.
 
     It takes a moment: seconds, where a name server does not answer.
     """

@@ -140,7 +140,7 @@ class DistributedTransport:
         return first
 
     def failure(self, *, max_age: float = 0.0) -> Failure | None:
-        """The failure that was reported, if any.
+        """Get the failure that was reported, if any.
 
         Asks the store, which takes as long as a small action, unless it did so less than `max_age` seconds ago.
         """
@@ -155,7 +155,7 @@ class DistributedTransport:
         return self._failure
 
     def explain(self, error: BaseException) -> Failure | None:
-        """The failure behind an error that a wait raised, if the transport or another rank caused it."""
+        """Find the failure behind an error that a wait raised, if the transport or another rank caused it."""
         if isinstance(error, StepError):
             return self._failure
         if isinstance(error, TransportError):

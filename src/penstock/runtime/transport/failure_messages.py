@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def step_error(failure: Failure, *, traceback: bool = True) -> StepError:
-    """What every rank raises when a step has failed; with the failing rank's traceback as a note, if asked for."""
+    """Make what every rank raises when a step has failed; with the failing rank's traceback as a note, if asked for."""
     return _error(failure, failure.message, traceback)
 
 
 def pipeline_failed_error(failure: Failure) -> StepError:
-    """What every later call raises."""
+    """Make what every later call raises."""
     return _error(failure, f"the pipeline has failed and must be rebuilt; the cause: {failure.message}", traceback=True)
 
 
@@ -55,7 +55,7 @@ def lost_store(rank: int, label: str | None, error: BaseException) -> Failure:
 
 
 def label_of(progress: Progress) -> str | None:
-    """The text of the current operation, or of what it waits for; None between steps."""
+    """Get the text of the current operation, or of what it waits for; None between steps."""
     waits, awaited = progress.waiting and progress.waits, progress.awaited
     if waits and awaited is not None:
         return awaited[1]
@@ -64,7 +64,7 @@ def label_of(progress: Progress) -> str | None:
 
 
 def peer_of(progress: Progress) -> int | None:
-    """The rank that the current operation waits for, or may have to wait for if that is not known."""
+    """Find the rank that the current operation waits for, or may have to wait for if that is not known."""
     index, peers, awaited = progress.index, progress.peers, progress.awaited
     if progress.waiting and awaited is not None:
         return awaited[0]

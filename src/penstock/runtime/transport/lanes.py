@@ -69,11 +69,11 @@ class Lanes:
         return done
 
     def head(self, transfer: PostedTransfer) -> PostedTransfer:
-        """The first transfer in the lane of a transfer, which may be itself."""
+        """Find the first transfer in the lane of a transfer, which may be itself."""
         return self._queue(transfer.rank, transfer.peer, transfer.tag, sends=transfer.sends)[0]
 
     def awaited(self, head: PostedTransfer) -> PostedTransfer | None:
-        """The transfer of the other rank that the head of a lane waits for; None if it has not been posted."""
+        """Find the transfer of the other rank that the head of a lane waits for; None if it has not been posted."""
         source, target, tag = self._in_flight[head.rank, head.peer][0] if self.is_full(head) else head.message
         receives = head.sends
         rank, peer = (target, source) if receives else (source, target)
@@ -115,7 +115,7 @@ class Lanes:
         return [queue, other_queue]
 
     def _fill(self, queue: deque[PostedTransfer], done: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
-        """A send into a buffer completes when there is room for it."""
+        """Complete a send into a buffer when there is room for it."""
         send = queue[0]
         if not self._has_room(send):
             return []
@@ -126,7 +126,7 @@ class Lanes:
         return [queue, self._queue(send.peer, send.rank, send.tag, sends=False)]
 
     def _drain(self, queue: deque[PostedTransfer], done: list[PostedTransfer]) -> list[deque[PostedTransfer]]:
-        """A receive from a buffer completes when its message is there."""
+        """Complete a receive from a buffer when its message is there."""
         receive = queue[0]
         if not self._sent.get(receive.message):
             return []

@@ -52,7 +52,7 @@ class Connections(Protocol):
 
 
 def backend_for(parent: dist.ProcessGroup, device: torch.device | None = None) -> tuple[str, torch.device]:
-    """The backend of a group for tensors on a device, and the device: by default the one that the group is for.
+    """Find the backend of a group for tensors on a device, and the device: by default the one that the group is for.
 
     The name of the group's backend is not enough: it is "undefined" if none was given, and each device may have one.
     """
@@ -82,7 +82,7 @@ def as_bytes(post: Post, native: frozenset[torch.dtype] = frozenset()) -> Post:
 
 
 def refuse_with(error: Callable[[], Exception]) -> Post:
-    """A post that raises: it replaces the real one, so that nothing needs to be checked before each post."""
+    """Make a post that raises: it replaces the real one, so that nothing needs to be checked before each post."""
 
     def refuse(*_: object) -> NoReturn:
         raise error()
@@ -121,7 +121,7 @@ class PrivateGroup:
         self._connections = cast("Connections", group)
 
     def posts(self) -> tuple[Post, Post]:
-        """The functions that post a send and a receive; ranks are those in the group."""
+        """Get the functions that post a send and a receive; ranks are those in the group."""
         assert self._connections is not None
         send, receive = self._connections.send, self._connections.recv
         if self._is_gloo:  # it moves bytes of any element type
@@ -130,7 +130,7 @@ class PrivateGroup:
         return as_bytes(send, native), as_bytes(receive, native)
 
     def lost_peers(self) -> list[int]:
-        """The ranks to which the connection is closed, as far as is known. Ask only after one was lost."""
+        """Find the ranks to which the connection is closed, as far as is known. Ask only after one was lost."""
         found: list[int] = []
         if self._connections is None or not self._is_gloo:
             return found

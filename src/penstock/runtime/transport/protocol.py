@@ -67,10 +67,10 @@ class Transport(Protocol):
         """Report a failure to every rank and end all waits; returns the one that was reported first."""
 
     def failure(self, *, max_age: float = 0.0) -> Failure | None:
-        """The failure that was reported, if any, as known at most `max_age` seconds ago."""
+        """Get the failure that was reported, if any, as known at most `max_age` seconds ago."""
 
     def explain(self, error: BaseException) -> Failure | None:
-        """The failure behind an error that a wait raised, if the transport or another rank caused it."""
+        """Find the failure behind an error that a wait raised, if the transport or another rank caused it."""
 
     def close(self) -> None:
         """End the threads and connections of this transport; safe to call twice."""

@@ -69,7 +69,7 @@ class StatusBoard:
         return decode(found, self._rank)
 
     def failure(self) -> Failure | None:
-        """The published failure, if any."""
+        """Get the published failure, if any."""
         if not self._store.check([_FAILURE]):
             return None
         return decode(self._store.get(_FAILURE), self._rank)
@@ -86,7 +86,7 @@ class StatusBoard:
         self._store.set(f"status/{self._rank}", json.dumps(fields))
 
     def status(self, rank: int) -> RankStatus | None:
-        """Where another rank is; None if it never published that, or it could not be decoded."""
+        """Get where another rank is; None if it never published that, or it could not be decoded."""
         key = f"status/{rank}"
         if not self._store.check([key]):
             return None
@@ -160,7 +160,7 @@ class StatusBoard:
 
 
 def encode(failure: Failure) -> str:
-    """A failure as JSON, no longer than what `decode` reads."""
+    """Encode a failure as JSON, no longer than what `decode` reads."""
     message, trace = failure.message, failure.traceback
     if len(message) > _MAX_MESSAGE:
         half = _MAX_MESSAGE // 2 - 20
@@ -180,7 +180,7 @@ def encode(failure: Failure) -> str:
 
 
 def decode(data: bytes, reader: int) -> Failure:
-    """The failure that was encoded; if it cannot be decoded, that is the failure, on the rank that reads it."""
+    """Decode a failure; if it cannot be decoded, that is the failure, on the rank that reads it."""
     fields = _parse(data)
     try:
         if fields["version"] != _VERSION:
@@ -202,7 +202,7 @@ def decode(data: bytes, reader: int) -> Failure:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """The JSON object in some bytes; an empty one if there is none."""
+    """Parse the JSON object in some bytes; an empty one if there is none."""
     if len(data) > _MAX_BYTES:
         return {}
     try:

@@ -73,11 +73,11 @@ class ThreadTransport:
         return self._switchboard.fail(failure)
 
     def failure(self, *, max_age: float = 0.0) -> Failure | None:  # noqa: ARG002 (asking is free here)
-        """The failure that was reported, if any."""
+        """Get the failure that was reported, if any."""
         return self._switchboard.failure
 
     def explain(self, error: BaseException) -> Failure | None:
-        """The failure behind an error that a wait raised, if the transport or another rank caused it."""
+        """Find the failure behind an error that a wait raised, if the transport or another rank caused it."""
         return self._switchboard.failure if isinstance(error, StepError) else None
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ def _join(runs: list[_Run[Result]], timeout: float | None) -> None:
 
 
 def _first_error(runs: list[_Run[Result]]) -> BaseException | None:
-    """The error of the rank that failed first; the errors of the others only repeat it."""
+    """Find the error of the rank that failed first; the errors of the others only repeat it."""
     errors = {run.transport.rank: run.error for run in runs if run.error is not None}
     failure = runs[0].transport.failure() if runs else None
     if failure is None or not errors:
