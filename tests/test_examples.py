@@ -42,6 +42,16 @@ def test_an_evaluation_in_a_v():
     assert sum("evaluated" in line for line in lines) == 2
 
 
+def test_a_hugging_face_model():
+    lines = losses_of(FOLDER / "huggingface.py")
+    texts, losses = _numbers(lines)
+    assert len(texts) == 8
+    assert losses[-1] < losses[0]
+    one_texts, one = _numbers(losses_of(FOLDER / "huggingface.py", ranks=1))
+    assert texts == one_texts
+    assert losses == pytest.approx(one, rel=1e-3), "two ranks train as one does"
+
+
 def test_under_torchrun():
     name, arguments = "one_stage_per_rank.py", ["--schedule", "1F1B"]
     assert losses_of(FOLDER / name, *arguments, launcher="torchrun") == ours(name, *arguments)
