@@ -154,7 +154,7 @@ def test_as_written():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["show", "1F2B"], "unknown schedule '1F2B'; did you mean 1F1B?"),
         (["show", "nothing.csv"], "nothing.csv: cannot be read: No such file or directory"),
@@ -185,10 +185,10 @@ def test_as_written():
         (["convert", "1F1B", "out.csv", "--repair", "pair"], "'pair' is not a communication model"),
     ],
 )
-def test_bad_input_is_one_message_and_exit_code_2(arguments, told, tmp_path):
+def test_bad_input_is_one_message_and_exit_code_2(arguments, expected, tmp_path):
     result = penstock(*arguments, cwd=tmp_path)
     assert result.returncode == 2
-    assert told in result.stderr
+    assert expected in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
     assert list(tmp_path.iterdir()) == []
@@ -298,13 +298,13 @@ def test_check_folds_the_picture_with_its_marks(tmp_path):
 @pytest.mark.parametrize("columns", ["0", "1", "12"])
 def test_a_terminal_that_says_it_has_no_width(columns, tmp_path):
     (tmp_path / "bad.csv").write_text(BROKEN)
-    for arguments, told in (
+    for arguments, expected in (
         (["show", "1F1B", "-r", "2", "-m", "2"], "rank 1 .   1F0 1B0"),
         (["check", str(tmp_path / "bad.csv")], "message       yes         yes         yes"),
         (["show"], "GPipe"),
     ):
         _, written = in_a_terminal(*arguments, columns=columns)
-        assert told in without_colour(written)
+        assert expected in without_colour(written)
 
 
 def test_lower_to_a_file_and_on_the_screen(tmp_path):
@@ -338,7 +338,7 @@ def test_repair_to_a_file(tmp_path):
     assert not (tmp_path / "never.csv").exists()
 
 
-def test_what_is_missing_in_a_file_is_told_without_python_alone(tmp_path):
+def test_what_is_missing_in_a_file_is_reported_without_python_alone(tmp_path):
     (tmp_path / "gap.csv").write_text("0F0\n2F0\n")
     assert "pass placement= (or use a .json file)" in penstock("show", "gap.csv", cwd=tmp_path).stderr
     (tmp_path / "half.csv").write_text("1F\n")
@@ -360,9 +360,9 @@ def test_a_file_of_another_kind_is_not_an_unknown_schedule(tmp_path):
 
 @pytest.mark.parametrize("command", ["show", "check", "convert", "run", "demo"])
 def test_help_has_an_example(command):
-    told = penstock(command, "--help").stdout
-    assert f"Example: penstock {command}" in told
-    assert penstock(command, "-h").stdout == told
+    help_text = penstock(command, "--help").stdout
+    assert f"Example: penstock {command}" in help_text
+    assert penstock(command, "-h").stdout == help_text
 
 
 @pytest.mark.processes

@@ -139,15 +139,15 @@ def test_an_interrupt_while_torch_is_imported_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("1F1B", "if B took twice as long as F"),
         ("ZBVZeroBubble", "if F, I and W took the same"),
         ("InterleavedZeroBubble", "if F, I and W took the same"),
     ],
 )
-def test_what_is_assumed(name, told):
-    assert demo._assumed(ps.build(name, ranks=2, microbatches=4)).startswith(told)
+def test_what_is_assumed(name, message):
+    assert demo._assumed(ps.build(name, ranks=2, microbatches=4)).startswith(message)
 
 
 def test_the_figures_are_explained(monkeypatch):

@@ -114,10 +114,10 @@ def test_a_module(tmp_path):
 
 def test_all_that_failed_are_named_and_the_exit_code_is_the_most_telling(script):
     # Rank 1 is the one that has failed for real; the others say what they know, and may be faster.
-    text = "time.sleep(1 if rank == 1 else 0); print('told'); sys.exit([1, 3, 1][rank])"
+    text = "time.sleep(1 if rank == 1 else 0); print('done'); sys.exit([1, 3, 1][rank])"
     result = penstock("run", "-r", "3", script(text))
     assert result.returncode == 3
-    assert sorted(result.stdout.splitlines()) == [f"rank {rank}: told" for rank in range(3)]
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank}: done" for rank in range(3)]
     assert result.stderr in {
         f"penstock: rank 1 failed with exit code 3, ranks {others} with exit code 1\n"
         for others in ("0 and 2", "2 and 0")
@@ -190,7 +190,7 @@ except KeyboardInterrupt:
         assert started.stderr.read() == "penstock: interrupted; all processes have ended\n"
 
 
-def test_no_line_is_lost_or_told_twice_at_an_interrupt(script):
+def test_no_line_is_lost_or_printed_twice_at_an_interrupt(script):
     text = """
 try:
     os.write(1, b"one\\ntwo\\nthr")
@@ -291,9 +291,9 @@ def test_ranks_behind_the_script(script, option):
 
 
 def test_other_options_behind_the_script(script):
-    told = "comes after the script, so it is passed to the script. Put options of penstock run before the script"
+    advice = "comes after the script, so it is passed to the script. Put options of penstock run before the script"
     result = penstock("run", "-r", "1", script(""), "--timeout=3", "-r", "3", "--no-prefix", "--rate", "-recent")
-    assert result.stderr.splitlines() == [f"penstock: --no-prefix {told}", f"penstock: --timeout=3 {told}"]
+    assert result.stderr.splitlines() == [f"penstock: --no-prefix {advice}", f"penstock: --timeout=3 {advice}"]
     assert penstock("run", "-r", "1", script(""), "--", "--timeout=3").stderr == ""
 
 
@@ -316,8 +316,8 @@ def test_the_script_of_the_readme_runs_under_both(tmp_path):
     path.write_text(readme.partition("This is a complete script:\n\n```python\n")[2].partition("```")[0])
     ours = penstock("run", "--ranks", "4", str(path), limit=240)
     assert (ours.returncode, ours.stderr) == (0, "")
-    told = [line.removeprefix("rank 0: ") for line in ours.stdout.splitlines()]
-    losses = [float(re.fullmatch(rf"step {step} loss (0\.\d{{4}})", line)[1]) for step, line in enumerate(told)]
+    lines = [line.removeprefix("rank 0: ") for line in ours.stdout.splitlines()]
+    losses = [float(re.fullmatch(rf"step {step} loss (0\.\d{{4}})", line)[1]) for step, line in enumerate(lines)]
     assert len(losses) == 20
     assert losses[-1] < losses[0] / 3
     command = [str(Path(PENSTOCK).with_name("torchrun")), "--standalone", "--nproc-per-node", "2", str(path)]

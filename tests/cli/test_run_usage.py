@@ -71,8 +71,8 @@ def test_the_nearest_command():
 
 
 def test_help_names_what_is_set():
-    told = set(re.findall(r"[A-Z]+(?:_[A-Z]+)+|RANK|PYTHONUNBUFFERED", penstock("run", "--help").stdout))
-    assert told == set(environment_of(0, 1, 5000, {}))
+    named = set(re.findall(r"[A-Z]+(?:_[A-Z]+)+|RANK|PYTHONUNBUFFERED", penstock("run", "--help").stdout))
+    assert named == set(environment_of(0, 1, 5000, {}))
 
 
 def test_help_has_an_example():

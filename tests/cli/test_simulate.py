@@ -39,26 +39,26 @@ def test_simulate_draws_to_scale_and_tells_where_the_time_goes():
 
 
 def test_simulate_with_costs_as_json(costs):
-    told = json.loads(run("simulate", "ZB-H1", "-r", "4", "-m", "8", "--costs", costs, "--json"))
+    report = json.loads(run("simulate", "ZB-H1", "-r", "4", "-m", "8", "--costs", costs, "--json"))
     timeline = ps.simulate(ps.build("ZB-H1", ranks=4, microbatches=8), ps.Costs.read(costs))
-    assert told["makespan"] == timeline.makespan
-    assert told["idle_by_cause"] == timeline.idle_by_cause
-    assert [rank["peak_memory"] for rank in told["ranks"]] == list(timeline.peak_memory)
-    assert told["critical_path"][-1]["end"] == timeline.makespan
-    assert len(told["idle"]) == len(timeline.waits)
+    assert report["makespan"] == timeline.makespan
+    assert report["idle_by_cause"] == timeline.idle_by_cause
+    assert [rank["peak_memory"] for rank in report["ranks"]] == list(timeline.peak_memory)
+    assert report["critical_path"][-1]["end"] == timeline.makespan
+    assert len(report["idle"]) == len(timeline.waits)
 
 
 def test_simulate_a_lowered_file_under_a_model(tmp_path, costs):
     path = tmp_path / "mine.csv"
     ps.lower(ps.build("1F1B", ranks=2, microbatches=4), unshard=False).write(path)
-    told = json.loads(run("simulate", str(path), "--model", "rendezvous:pair", "-c", costs, "--json"))
+    report = json.loads(run("simulate", str(path), "--model", "rendezvous:pair", "-c", costs, "--json"))
     expected = ps.simulate(ps.read(path), ps.Costs.read(costs), model=ps.CommModel("rendezvous", "pair"))
-    assert told["makespan"] == expected.makespan
+    assert report["makespan"] == expected.makespan
 
 
 def test_simulate_several_steps_and_chance():
-    told = json.loads(run("simulate", "ZBVZeroBubble", "--steps", "3", "--no-synchronise", "--json"))
-    assert told["step_time"] == 48
+    report = json.loads(run("simulate", "ZBVZeroBubble", "--steps", "3", "--no-synchronise", "--json"))
+    assert report["step_time"] == 48
     text = run("simulate", "1F1B", "--noise", "0.1", "--samples", "50")
     assert "makespan with random variation, 50 samples: 5 % within" in text
 
@@ -83,10 +83,10 @@ def test_compare_marks_the_best_and_says_why_others_are_out():
 def test_compare_as_json_and_costs_that_do_not_fit_all(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"forward": [1, 1, 1, 3], "latency": [0.5] * 7}))
-    told = {row["name"]: row for row in json.loads(run("compare", "-r", "4", "-m", "8", "-c", str(path), "--json"))}
-    assert told["ZBVZeroBubble"]["fits"]
-    assert told["ZBVZeroBubble"]["hops"] == 6 * 2
-    assert told["1F1B"]["reason"].startswith("latency has 7 numbers, but there are 3 edges")
+    report = {row["name"]: row for row in json.loads(run("compare", "-r", "4", "-m", "8", "-c", str(path), "--json"))}
+    assert report["ZBVZeroBubble"]["fits"]
+    assert report["ZBVZeroBubble"]["hops"] == 6 * 2
+    assert report["1F1B"]["reason"].startswith("latency has 7 numbers, but there are 3 edges")
     assert "not 1F1B: latency has 7 numbers" in run("compare", "-r", "4", "-m", "8", "-c", str(path))
     assert "no schedule fits the limit" in run("compare", "--memory-limit", "0.5", code=1)
 

@@ -47,7 +47,7 @@ def test_a_name_like_none_lists_all():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "field", "told"),
+    ("sizes", "field", "message"),
     [
         ({"ranks": 0, "microbatches": 1}, "ranks", "ranks must be at least 1, got 0"),
         ({"ranks": 2, "microbatches": -3}, "microbatches", "microbatches must be at least 1, got -3"),
@@ -57,8 +57,8 @@ def test_a_name_like_none_lists_all():
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_sizes_that_cannot_be(recipe, sizes, field, told):
-    with pytest.raises(ps.SizeError, match=told) as caught:
+def test_sizes_that_cannot_be(recipe, sizes, field, message):
+    with pytest.raises(ps.SizeError, match=message) as caught:
         ps.build(recipe.name, **sizes)
     assert caught.value.field == field
 
@@ -70,10 +70,10 @@ def test_stages_per_rank(recipe):
     assert same.stages == 2 * recipe.stages_per_rank
     if recipe.any_stages:
         assert ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=5).stages == 10
-        wrong, told = 0, "stages_per_rank must be at least 1, got 0"
+        wrong, message = 0, "stages_per_rank must be at least 1, got 0"
     else:
-        wrong, told = 3, rf"{recipe.name} has {recipe.stages_per_rank} stages? per rank, not 3; omit"
-    with pytest.raises(ps.SizeError, match=told):
+        wrong, message = 3, rf"{recipe.name} has {recipe.stages_per_rank} stages? per rank, not 3; omit"
+    with pytest.raises(ps.SizeError, match=message):
         ps.build(recipe.name, ranks=2, microbatches=2, stages_per_rank=wrong)
 
 

@@ -127,11 +127,15 @@ def agree(schedule, costs, model):
     places = [(rank, place) for rank, row in enumerate(rows) for place in range(len(row))]
     first = timeline.node_start[timeline.step_graph.events.node] - timeline.start  # times count from the first start
     origin = Fraction(first[0]) if len(first) else 0
-    told = f"{model}\n{costs}\n{schedule.grid(aligned=False)}"
-    assert [Fraction(when) + origin for when in timeline.start.tolist()] == [expected.starts[at] for at in places], told
-    assert [Fraction(when) + origin for when in timeline.end.tolist()] == [expected.ends[at] for at in places], told
-    assert [Fraction(peak) for peak in timeline.peak_memory] == expected.peaks, told
-    assert [Fraction(curve.values.max()) for curve in timeline.memory] == expected.peaks, told
+    described = f"{model}\n{costs}\n{schedule.grid(aligned=False)}"
+    assert [Fraction(when) + origin for when in timeline.start.tolist()] == [expected.starts[at] for at in places], (
+        described
+    )
+    assert [Fraction(when) + origin for when in timeline.end.tolist()] == [expected.ends[at] for at in places], (
+        described
+    )
+    assert [Fraction(peak) for peak in timeline.peak_memory] == expected.peaks, described
+    assert [Fraction(curve.values.max()) for curve in timeline.memory] == expected.peaks, described
     timed = [at for at in places if is_timed(rows[at[0]][at[1]], costs, expected, at)]
     assert Fraction(timeline.makespan) == max(expected.ends[at] for at in timed) - min(
         expected.starts[at] for at in timed

@@ -7,7 +7,7 @@ import pytest
 import penstock as ps
 
 
-def told(timeline):
+def waits_of(timeline):
     return [f"{w.rank}: {w.start:g}-{w.end:g} {w.cause}" for w in timeline.waits]
 
 
@@ -27,7 +27,7 @@ def test_two_ranks_by_hand():
     ]  # fmt: skip
     assert (timeline.makespan, timeline.span, timeline.ideal, timeline.bubble) == (8, 8, 3, 5)
     assert (timeline.busy, timeline.idle, timeline.communication) == ((3, 3), (5, 5), (2, 2))
-    assert told(timeline) == [
+    assert waits_of(timeline) == [
         "0: 1-5 gradient", "0: 5-6 transfer", "1: 0-1 activation", "1: 1-2 transfer", "1: 5-8 drained",
     ]  # fmt: skip
     assert timeline.idle_by_cause == {"gradient": 4, "drained": 3, "transfer": 2, "activation": 1}
@@ -49,16 +49,16 @@ def test_program_order():
 
 def test_steps_and_dispatch_come_before_data():
     schedule = ps.Schedule([["0F0", "0B0"], ["1F0", "1B0"]])
-    assert told(ps.simulate(schedule, steps=2))[-3:-1] == ["1: 4-6 step", "1: 6-7 activation"]
+    assert waits_of(ps.simulate(schedule, steps=2))[-3:-1] == ["1: 4-6 step", "1: 6-7 activation"]
     own = ps.simulate(schedule, ps.Costs(optimizer=(0, 1)), steps=2, synchronise=False)
-    assert told(own)[-3:-1] == ["1: 4-5 step", "1: 5-7 activation"]
-    assert told(ps.simulate(schedule, ps.Costs(dispatch=1)))[:2] == ["0: 1-2 dispatch", "0: 2-5 gradient"]
+    assert waits_of(own)[-3:-1] == ["1: 4-5 step", "1: 5-7 activation"]
+    assert waits_of(ps.simulate(schedule, ps.Costs(dispatch=1)))[:2] == ["0: 1-2 dispatch", "0: 2-5 gradient"]
 
 
 def test_made_but_not_sent():
     schedule = ps.Schedule([["0F0", "0F1", "0SEND_F0", "0SEND_F1"], ["1RECV_F0", "1RECV_F1", "1F0", "1F1"]])
     timeline = ps.simulate(schedule)
-    assert told(timeline)[-2:] == ["1: 0-1 activation", "1: 1-2 unsent"]
+    assert waits_of(timeline)[-2:] == ["1: 0-1 activation", "1: 1-2 unsent"]
     assert timeline.waits[-1].why == "1F0 waits for the output of 0F0 on rank 0, which has not been sent yet"
 
 
@@ -115,7 +115,7 @@ def test_a_receive_behind_a_send():
     """With one lane per rank, the slow send of rank 1 is ahead of its next receive."""
     schedule = ps.lower(ps.build("ForwardOnly", ranks=3, microbatches=2), unshard=False)
     timeline = ps.simulate(schedule, ps.Costs(latency=(0, 5)), model=ps.CommModel("eager", "rank"))
-    assert [line for line in told(timeline) if line.startswith("1")] == [
+    assert [line for line in waits_of(timeline) if line.startswith("1")] == [
         "1: 0-1 activation",
         "1: 2-7 lane",
         "1: 8-14 drained",
