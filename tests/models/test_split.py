@@ -1,3 +1,4 @@
+import copy
 import json
 
 import pytest
@@ -271,3 +272,17 @@ def test_thirty_layers_are_distributed():
         counts = [sum(name.startswith("blocks") for name in names) for names in split.layout]
         assert sum(counts) == 30
         assert max(counts) - min(counts) == 1
+
+
+def test_a_copy_of_a_stage_is_independent():
+    model, example = make("tied")
+    first, last = ps.split(model, stages=2, example=example).stages().values()
+    twin = copy.deepcopy(first)
+    hidden = first(*example[0])
+    assert torch.equal(twin(*example[0]), hidden)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert torch.equal(first(*example[0]), hidden)
+    assert not twin(*example[0]).any()
+    assert torch.equal(copy.deepcopy(last)(hidden), last(hidden))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
@@ -126,10 +125,17 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 def wrap_forward(module: torch.nn.Module, around: Callable[..., Any], *context: Any) -> None:
     """Replace the forward of one module object by ``around(forward, *context, args, kwargs)``."""
-    original = module.forward
+    module.forward = WrappedForward(module.forward, around, context)
 
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *context, args, kwargs)
 
-    module.forward = forward
+class WrappedForward:
+    """A forward with something around it; an object, so that the copy of a module has the copy of its forward."""
+
+    def __init__(self, original: Callable[..., Any], around: Callable[..., Any], context: tuple[Any, ...]) -> None:
+        self.__wrapped__ = original
+        self.around = around
+        self.context = context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is around the forward."""
+        return self.around(self.__wrapped__, *self.context, args, kwargs)

@@ -19,7 +19,7 @@ from penstock.models.sources import wrap_forward
 from penstock.models.values import actual_shape, arguments_of, describe_shape, dtype_name, leaves_of, tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.models.plan import Plan
     from penstock.models.units import Units
@@ -46,6 +46,7 @@ class _Run:
         self.inner_count: dict[tuple[int, str], int] = {}
         self.dummies: dict[int, torch.Tensor] = {}
         self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.dtypes: dict[str, torch.dtype] = {}
 
 
 class StageForward:
@@ -56,6 +57,8 @@ class StageForward:
         self._calls = plan.record.calls
         self._received, self._sent = plan.received, set(plan.sent)
         self._returned = plan.sent
+        self._leaves = [leaf_of(plan.record, source) for source in self._received] if plan.stage else []
+        self._returning = {source.call for source in plan.sent if source.kind == OUTPUT}
         self._end, self._unneeded = plan.end, plan.unneeded & _optional(model)
         self._poison = poison
         self._run: _Run | None = None
@@ -91,6 +94,7 @@ class StageForward:
         self._check_keywords(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in self._unneeded}
         run = self._run = _Run(received, [*received.values(), *tensors_of((args, kwargs))])
+        run.dtypes = {leaf.dtype: value.dtype for leaf, value in zip(self._leaves, received.values(), strict=True)}
         try:
             if self._plan.stage:
                 args = self._positional(run)
@@ -127,7 +131,7 @@ class StageForward:
         return tuple(self._input(run, number, value) for number, value in enumerate(self._plan.record.positional))
 
     def _input(self, run: _Run, number: int, value: Value) -> Any:
-        known = [torch.empty(leaf_of(self._plan.record, one).size, device="meta") for one in self._received]
+        known = [torch.empty(leaf.size, device="meta") for leaf in self._leaves]
         leaves: list[Any] = []
         tensors = 0
         for leaf in value.leaves:
@@ -162,7 +166,7 @@ class StageForward:
             result = forward(*args, **kwargs)
         finally:
             run.is_inside = False
-        if any(value.call == number and value.kind == OUTPUT for value in self._sent):
+        if number in self._returning:
             for leaf, tensor in enumerate(pytree.tree_leaves(result)):
                 self._capture(run, Source(OUTPUT, number, leaf), tensor)
         return result
@@ -248,10 +252,7 @@ class StageForward:
 
     def _dtype(self, run: _Run, leaf: Leaf) -> torch.dtype:
         """Return the element type of a dummy: the recorded one, unless the model has been converted since."""
-        return self._converted(run).get(leaf.dtype) or dtype_of(leaf.dtype)
-
-    def _converted(self, run: _Run) -> Mapping[str, torch.dtype]:
-        return {leaf_of(self._plan.record, source).dtype: value.dtype for source, value in run.received.items()}
+        return run.dtypes.get(leaf.dtype) or dtype_of(leaf.dtype)
 
     def _inner(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take what a module inside a unit of this stage returns."""

@@ -40,6 +40,6 @@ def make_stage(
             if (f"{name}.{short}" if name else short) not in held:
                 strip(module, short)
     for name, module in copy.named_modules():
-        keep_device_and_dtype(module, originals[name])
+        keep_device_and_dtype(module, originals[name], copy)
     StageForward(copy, plan, frozenset(poison)).install(units)
     return copy

@@ -53,16 +53,35 @@ def strip(module: nn.Module, name: str) -> None:
     vars(module)[name] = None if tensor is None else _stand_in(tensor)
 
 
-def keep_device_and_dtype(module: nn.Module, original: nn.Module) -> None:
-    """Let a module that has lost all parameters still list stand-ins, from which libraries read device and dtype."""
+def keep_device_and_dtype(module: nn.Module, original: nn.Module, root: nn.Module) -> None:
+    """Let a module that has lost all parameters still list stand-ins, from which libraries read device and dtype.
+
+    Args:
+        module: the module.
+        original: the one in the unsplit model.
+        root: the stage, whose device and element type they follow.
+    """
     if next(module.parameters(), None) is not None or not isinstance(getattr(type(module), "dtype", None), property):
         return
     stand_ins = [_stand_in(parameter) for parameter in original.parameters()]
+    vars(module)["parameters"] = _StandIns(root, stand_ins, next((one.dtype for one in root.parameters()), None))
 
-    def parameters(recurse: bool = True) -> Iterator[torch.Tensor]:  # noqa: ARG001
-        return iter(stand_ins)
 
-    vars(module)["parameters"] = parameters
+class _StandIns:
+    """The method ``parameters`` of a module that has lost all of them."""
+
+    def __init__(self, root: nn.Module, stand_ins: list[torch.Tensor], dtype: torch.dtype | None) -> None:
+        self._root = root
+        self._stand_ins = stand_ins
+        self._dtype = dtype
+
+    def __call__(self, recurse: bool = True) -> Iterator[torch.Tensor]:  # noqa: ARG002
+        now = next(self._root.parameters(), None)
+        for one in self._stand_ins:
+            if now is None:
+                yield one
+            else:
+                yield one.to(now.device, now.dtype if one.dtype == self._dtype else one.dtype)
 
 
 def tensors_held(module: nn.Module) -> list[str]:
