@@ -5,6 +5,7 @@ gradients, on one to four ranks; each rank may hold several stages.
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -144,3 +145,60 @@ def train_observed(rank, ranks, schedule, *, group):
 @pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
 def test_messages_as_operations(workers, schedule, ranks):
     assert max(workers.run(train_observed, schedule, ranks=ranks)) < 1e-10
+
+
+class Tied(nn.Module):
+    """One matrix in three stages; one of a root in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.layers[2].weight = self.layers[3].weight = self.layers[0].weight
+        self.gain = nn.Parameter(numbers(3, WIDTH))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number:
+                pipe_split()
+            x = torch.tanh(layer(x))
+            if number in (0, 3):
+                x = x * self.gain
+        return x
+
+
+def train_tied(rank, ranks, schedule, *, group):
+    torch.manual_seed(1)
+    whole = Tied().double()
+    pipe = pipeline(copy.deepcopy(whole), (batch(0, samples=2)[0],))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        stages = [pipe.build_stage(index, CPU, group) for index in stages_of(schedule, rank, ranks, 4)]
+    assert any("sum_replicated_gradients" in str(each.message) for each in warned) == (rank != 1 or ranks == 2)
+    runs = get_schedule_class(schedule)(
+        stages[0] if len(stages) == 1 else stages, MICROBATCHES, loss_fn=nn.functional.mse_loss
+    )
+    mine = [parameter for stage in stages for parameter in stage.submod.parameters()]
+    optimizers = [torch.optim.AdamW(each, lr=0.1) for each in (whole.parameters(), mine)]
+    for step in range(3):
+        x, target, _ = batch(10 * step)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.mse_loss(whole(x), target).backward()
+        runs.step(*([x] if stages[0].is_first else []), target=target)
+        pipe.sum_replicated_gradients(stages)
+        for stage in stages:
+            for name, parameter in stage.submod.named_parameters():
+                torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, rtol=0, atol=1e-10)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: value.detach() for stage in stages for name, value in stage.submod.named_parameters()}
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1F1B", 4), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+def test_copies_of_a_parameter_stay_equal(workers, schedule, ranks):
+    found = {}
+    for named in workers.run(train_tied, schedule, ranks=ranks):
+        for name, value in named.items():
+            assert torch.equal(found.setdefault(name, value), value)
+    assert torch.equal(found["layers.0.weight"], found["layers.3.weight"])
+    assert set(found) == {"gain", *(f"layers.{number}.weight" for number in range(4))}

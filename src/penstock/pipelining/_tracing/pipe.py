@@ -6,6 +6,7 @@ import copy
 import hashlib
 import logging
 import operator
+import warnings
 from collections import defaultdict
 from enum import Enum
 from inspect import Parameter, Signature
@@ -25,10 +26,11 @@ from penstock.pipelining._backward import _null_coalesce_accumulate, stage_backw
 from penstock.pipelining._stage.traced import _PipelineStage
 from penstock.pipelining._tracing.executor import DetachExecutor
 from penstock.pipelining._tracing.loss import _find_loss_output, _insert_stage_symbolic_backward
+from penstock.pipelining._tracing.replicated import sum_gradients
 from penstock.pipelining._utils import PipeInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch.distributed import ProcessGroup
     from torch.export import ExportedProgram
@@ -176,6 +178,16 @@ class Pipe(torch.nn.Module):
         """What a stage needs to know of the whole. It does not refer to the modules of other stages."""
         return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
 
+    def sum_replicated_gradients(self, stages: Iterable[_PipelineStage]) -> None:
+        """Sum the gradients of each parameter that several stages use, on all ranks that have a copy.
+
+        Call it on every rank between ``schedule.step`` and the step of the optimizer, so that copies stay equal.
+
+        Args:
+            stages: the stages of this rank, which have been in a schedule.
+        """
+        sum_gradients(self.ties, stages)
+
     # What ``penstock.runtime.Pipeline`` reads of a split model, such as a Pipe ---------------------------------------
 
     loss = None
@@ -229,6 +241,14 @@ class Pipe(torch.nn.Module):
     def build_stage(self, stage_index: int, device: torch.device, group: ProcessGroup | None = None) -> _PipelineStage:
         """A stage for a schedule, with its module on a device."""
         module = self.get_stage_module(stage_index)
+        for tie in self.ties:
+            if stage_index in dict(tie.members):
+                warnings.warn(
+                    f"one parameter of the model is in several stages: {tie}. Their gradients are not summed, as in "
+                    "torch; call pipe.sum_replicated_gradients(stages) before each step of the optimizer, or run the "
+                    "pipe in penstock.runtime.Pipeline, which does so",
+                    stacklevel=2,
+                )
         if isinstance(module, fx.GraphModule):
             move_operations(module, device)
         else:
