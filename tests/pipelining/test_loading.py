@@ -12,7 +12,7 @@ STEP = """
 import sys
 import torch
 import torch.distributed as dist
-from penstock.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from penstock.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble, SplitPoint, pipeline
 import penstock.pipelining._schedule_visualizer
 import penstock.pipelining.microbatch
 
@@ -26,7 +26,7 @@ for kind, count in [(Schedule1F1B, 1), (ScheduleInterleavedZeroBubble, 2)]:
     schedule.eval(torch.ones(4, 4), target=torch.zeros(4, 4))
     assert len(losses) == 2 and stages[0].submod.weight.grad is not None
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-pipe = penstock.pipelining.pipeline(model, (torch.ones(2, 4),), split_spec={"1": penstock.pipelining.SplitPoint.BEGINNING})
+pipe = pipeline(model, (torch.ones(2, 4),), split_spec={"1": SplitPoint.BEGINNING})
 stages = [pipe.build_stage(index, torch.device("cpu")) for index in range(2)]
 schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=torch.nn.functional.mse_loss)
 schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4))
