@@ -12,6 +12,7 @@ import penstock as ps
 from penstock.errors import EdgeError, StageError, StepError
 from penstock.ir.edges import chain
 from penstock.runtime import DistributedTransport, Pipeline, Stage, run_in_threads
+from penstock.runtime.transport.failure_messages import label_of, peer_of
 
 WIDTH = 4
 SHAPES = ["inferred", "per_microbatch", "given"]
@@ -238,8 +239,35 @@ def slow_skip(rank, ranks, waits_for, *, group):
 def test_a_wait_names_the_stage_that_is_waited_for(workers, waits_for, awaited):
     """Of several that a forward waits for, the one that has not sent."""
     found = workers.run(slow_skip, waits_for, ranks=3, fresh=True)
-    waiting = rf"rank 2 waits in {awaited} for rank {waits_for}, which has been in {waits_for}F1 for"
-    if waits_for == 0:  # stage 1 waits for it, too
-        waiting = rf"rank (2 waits in {awaited}|1 waits in 1RECV_F1) for rank 0, which has been in 0F1 for"
+    # Whichever rank waits longest reports: stage 1 waits for stage 0, too, and stage 0 for the gradients of stage 1.
+    others = {0: "1 waits in 1RECV_F1", 1: "0 waits in 0RECV_B0"}[waits_for]
+    waiting = rf"rank (2 waits in {awaited}|{others}) for rank {waits_for}, which has been in {waits_for}F1 for"
     for text in found:
         assert re.search(waiting, text), text
+
+
+@pytest.mark.parametrize(("slow", "awaited"), [(0, "2RECV_F1@0"), (1, "2RECV_F1")])
+def test_of_several_messages_the_missing_one_is_shown(slow, awaited):
+    """A slow stage looks at what stage 2, which takes from both others, waits for meanwhile."""
+    edges = [*chain(3), ps.Edge(0, (2,), gradient=False)]
+    schedule = ps.build("GPipe", ranks=3, microbatches=2)
+    progress, calls, seen = {}, [], []
+
+    def looks(layer, *inputs):
+        calls.append(1)
+        end = time.monotonic() + 20
+        while len(calls) == 3 and time.monotonic() < end and seen[-1:] != [(awaited, slow)]:
+            seen.append((label_of(progress[2]), peer_of(progress[2])))
+            time.sleep(0.001)
+        return (twice if slow == 0 else one)(layer, *inputs)
+
+    def worker(transport):
+        progress[transport.rank] = transport.progress
+        function = looks if transport.rank == slow else (twice if transport.rank == 0 else one)
+        stages = {transport.rank: Work(function)}
+        with Pipeline(stages, schedule, edges=edges, loss_fn=mse_loss, transport=transport) as pipe:
+            pipe.step(torch.ones(4, WIDTH), target=torch.zeros(4, WIDTH))
+
+    run_in_threads(worker, 3, timeout=60)
+    assert seen[-1] == (awaited, slow)
+    assert all(each.awaited is None for each in progress.values())

@@ -51,15 +51,16 @@ def specs_from_examples(
 
 def _compare(metas: dict[int, ValueSpec], trained: Sequence[int], wiring: Wiring, transport: Transport) -> set[int]:
     """Check that ranks were given the same examples; return the stages of all ranks that are trained."""
-    mine = [encode_numbers(trained), encode_numbers(sorted(metas)), *(encode(metas[stage]) for stage in sorted(metas))]
+    mine = [encode_numbers(sorted(metas)), encode_numbers(trained), *(encode(metas[stage]) for stage in sorted(metas))]
     found: set[int] = set()
     for rank, data in enumerate(transport.exchange(join_parts(mine))):
         try:
-            theirs_trained, numbers, *parts = split_parts(data)
-            found.update(decode_numbers(theirs_trained))
-            theirs = dict(zip(decode_numbers(numbers), map(decode, parts), strict=True))
+            first, second, *parts = split_parts(data)
+            described, theirs_trained = (_read_stages(part, len(wiring.rank_of)) for part in (first, second))
+            theirs = dict(zip(described, map(decode, parts), strict=True))
         except (ValueError, MetadataError) as damage:
             raise MetadataError(f"could not decode rank {rank}'s example shapes: {damage}") from damage
+        found.update(theirs_trained)
         for stage in sorted(metas.keys() & theirs.keys()):
             target = wiring.outputs(stage).links[0].target
             error = mismatch(
@@ -70,6 +71,13 @@ def _compare(metas: dict[int, ValueSpec], trained: Sequence[int], wiring: Wiring
             )
             if error is not None:
                 raise error
+    return found
+
+
+def _read_stages(data: bytes, stages: int) -> tuple[int, ...]:
+    found = decode_numbers(data)
+    if not all(0 <= stage < stages for stage in found):
+        raise MetadataError(f"it is about stages {list(found)}, but there are {stages} stages (0 to {stages - 1})")
     return found
 
 
