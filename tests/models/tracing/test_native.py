@@ -128,3 +128,25 @@ def test_an_argument_that_the_last_stage_does_not_take_cannot_be_returned():
     schedule = ps.build("1F1B", ranks=2, microbatches=2)
     with pytest.raises(SplitError, match="returns its argument 'x'"):
         pipe.stages(rank=1, placement=schedule.placement)
+
+
+def test_nothing_goes_back_for_what_can_have_no_gradient():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            with torch.no_grad():
+                table = torch.cos(self.first(x))
+                with torch.enable_grad():
+                    trained = self.first(x)
+            fixed, mask = (x * 2).detach(), x > 0
+            pipe_split()
+            return torch.where(mask, self.second(trained * table), fixed)
+
+    pipe = pipeline(Rotary(), (X,))
+    outputs = pipe.get_stage_module(0)(X)
+    assert len(outputs) == 4
+    assert [edge.gradient for edge in pipe.edges] == [output.requires_grad for output in outputs]
+    assert sum(edge.gradient for edge in pipe.edges) == 1

@@ -15,8 +15,9 @@ from penstock.models.tracing.serialization import LinearNodeList
 #: Attributes that follow from the graph.
 _MADE_AGAIN: Final = frozenset({"_graph", "_code", "_in_spec", "_out_spec"})
 
-#: Beside the attributes of a pickled module: how it is called, pickled.
+#: Beside the attributes of a pickled module: how it is called, pickled; and whether it has regions.
 _CODEGEN: Final = "_codegen"
+_HAS_REGIONS: Final = "_has_regions"
 
 
 class TracedModule(fx.GraphModule):
@@ -27,11 +28,6 @@ class TracedModule(fx.GraphModule):
         if isinstance(root, torch.nn.Module):
             _keep_persistence(root, self)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it. If that fails inside of a no_grad or autocast region, the mode is switched back."""
-        with modes_kept():
-            return super().__call__(*args, **kwargs)
-
     def __deepcopy__(self, memo: Any) -> Any:
         with torch_warnings_hidden():
             copied = super().__deepcopy__(memo)
@@ -40,6 +36,15 @@ class TracedModule(fx.GraphModule):
 
     def __reduce__(self) -> Any:
         return reduce_graph_module(self)
+
+
+class StageWithRegions(TracedModule):
+    """A stage that has no_grad or autocast regions. If it fails inside of one, the mode is switched back."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with modes_kept():
+            return super().__call__(*args, **kwargs)
 
 
 def _keep_persistence(before: torch.nn.Module, after: torch.nn.Module) -> None:
@@ -54,6 +59,7 @@ def _keep_persistence(before: torch.nn.Module, after: torch.nn.Module) -> None:
 def reduce_graph_module(module: fx.GraphModule) -> tuple[Any, ...]:
     """What pickles a module: its attributes and its nodes."""
     body = {name: value for name, value in vars(module).items() if name not in _MADE_AGAIN}
+    body[_HAS_REGIONS] = isinstance(module, StageWithRegions)
     with torch_warnings_hidden():
         body[_CODEGEN] = pickle.dumps(module.graph._codegen)
     return restore_graph_module, (body, LinearNodeList(module.graph.nodes))
@@ -62,8 +68,8 @@ def reduce_graph_module(module: fx.GraphModule) -> tuple[Any, ...]:
 def restore_graph_module(body: dict[str, Any], nodes: LinearNodeList) -> fx.GraphModule:
     """Make the module again."""
     holder, graph = torch.nn.Module(), nodes.to_graph()
-    vars(holder).update({name: value for name, value in body.items() if name != _CODEGEN})
+    vars(holder).update({name: value for name, value in body.items() if name not in (_CODEGEN, _HAS_REGIONS)})
     if _CODEGEN in body:
         with torch_warnings_hidden():
             graph.set_codegen(pickle.loads(body[_CODEGEN]))
-    return TracedModule(holder, graph)
+    return (StageWithRegions if body.get(_HAS_REGIONS) else TracedModule)(holder, graph)

@@ -9,7 +9,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree
 
 from penstock.errors import SplitError
-from penstock.models.tracing.graph_modules import TracedModule
+from penstock.models.tracing.graph_modules import StageWithRegions
 from penstock.models.tracing.wiring import Origin
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.models.tracing.wiring import Wiring
 
 
-class NativeStage(TracedModule):
+class NativeStage(StageWithRegions):
     """A stage that takes a value per edge, drops keyword arguments that it does not use, and returns a value per edge.
 
     Attributes:

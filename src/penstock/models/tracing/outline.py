@@ -14,8 +14,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from penstock.models.tracing.graph_modules import TracedModule
+from penstock.models.tracing.gradients import copy_knowledge
+from penstock.models.tracing.graph_modules import StageWithRegions, TracedModule
 from penstock.models.tracing.names import TensorNames, assign, find_attribute
+from penstock.models.tracing.regions import Mode
 from penstock.models.tracing.scopes import Call
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ def build_module(source: Source, nodes: Sequence[fx.Node], inputs: Sequence[fx.N
     frame = _Frame(source, path="", owns=True)
     frame.take(inputs)
     frame.run(nodes, 0)
-    return frame.finish(output)
+    has_regions = any(isinstance(scope, Mode) for node in nodes for scope in source.scopes[node])
+    return frame.finish(output, StageWithRegions if has_regions else TracedModule)
 
 
 class _Frame:
@@ -84,10 +87,10 @@ class _Frame:
                 self.run(members, depth + 1)
                 scope.leave(self._graph, entered)
 
-    def finish(self, output: Any) -> fx.GraphModule:
+    def finish(self, output: Any, kind: type[TracedModule] = TracedModule) -> fx.GraphModule:
         """Return the module; ``output`` is what it returns."""
         self._graph.output(map_arg(output, self._value))
-        return TracedModule(self._root, self._graph)
+        return kind(self._root, self._graph)
 
     def _call(self, call: Call, members: Sequence[fx.Node], depth: int) -> None:
         inside = f"{self.path}." if self.path else ""
@@ -109,11 +112,11 @@ class _Frame:
     def _receive(self, called: fx.Node, outputs: Sequence[fx.Node]) -> None:
         if len(outputs) == 1:
             self._here[outputs[0]] = called
-            called.meta["val"] = outputs[0].meta.get("val")
+            copy_knowledge(outputs[0], called)
             return
         for position, node in enumerate(outputs):
             item = self._graph.call_function(operator.getitem, (called, position))
-            item.meta["val"] = node.meta.get("val")
+            copy_knowledge(node, item)
             self._here[node] = item
 
     def _value(self, node: fx.Node) -> fx.Node:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 #: What is kept of the metadata of a node.
-_KEPT = ("val", "nn_module_stack", "stack_trace", "stage_idx")
+_KEPT = ("val", "nn_module_stack", "stack_trace", "stage_idx", "has_no_gradient")
 
 
 class NodeReference:

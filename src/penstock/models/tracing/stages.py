@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from penstock.models.tracing.exporting import module_of
+from penstock.models.tracing.gradients import copy_knowledge, mark_values_without_gradient
 from penstock.models.tracing.graph_modules import TracedModule
 from penstock.models.tracing.names import TensorNames
 from penstock.models.tracing.outline import Source, build_module, one_or_all
@@ -49,6 +50,7 @@ def make_stages(
         traced = split_policy(traced)
     scopes = find_scopes(traced.graph)
     source = Source(traced, TensorNames(model), scopes.of)
+    mark_values_without_gradient(traced.graph, scopes.of)
     parts = _with_order_of_inputs(cut(traced.graph, scopes.switches), traced)
     root = torch.nn.Module()
     for number, part in enumerate(parts):
@@ -105,6 +107,6 @@ def _calling(graph: fx.Graph, parts: Sequence[Part], stage_name: Callable[[int],
             for position, value in enumerate(part.outputs):
                 here[value] = calling.call_function(operator.getitem, (called, position))
         for value in part.outputs:
-            here[value].meta["val"] = value.meta.get("val")
+            copy_knowledge(value, here[value])
     calling.output(map_arg(graph.output_node().args[0], here.__getitem__))
     return calling

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from penstock.ir.edges import Edge
+from penstock.models.tracing.gradients import can_have_gradient
 
 
 class Origin(NamedTuple):
@@ -54,9 +55,10 @@ def read_wiring(graph: fx.Graph, *, with_outputs: bool) -> Wiring:
         if isinstance(value, Origin) and value.stage < len(calls) - 1:
             targets.setdefault(value, set()).add(len(calls) - 1)
     origins = tuple(sorted(targets))
-    examples = _examples(graph, numbers)
+    made = [node for node in graph.nodes if node in numbers or _is_item(node, numbers)]
+    trained = {_origin(node, numbers): can_have_gradient(node) for node in made}
     edges = tuple(
-        Edge(origin.stage, tuple(sorted(targets[origin])), f"output {origin.output}", _has_gradient(examples, origin))
+        Edge(origin.stage, tuple(sorted(targets[origin])), f"output {origin.output}", trained.get(origin, True))
         for origin in origins
     )
     return Wiring(inputs, outputs, origins, edges)
@@ -69,12 +71,5 @@ def _origin(value: Any, numbers: dict[fx.Node, int]) -> Origin | str:
     return Origin(numbers[call], output)
 
 
-def _examples(graph: fx.Graph, numbers: dict[fx.Node, int]) -> dict[Origin | str, Any]:
-    made = [node for node in graph.nodes if node in numbers or node.target is operator.getitem]
-    return {_origin(node, numbers): node.meta.get("val") for node in made if node in numbers or node.args[0] in numbers}
-
-
-def _has_gradient(examples: dict[Origin | str, Any], origin: Origin) -> bool:
-    """Whether a value may have a gradient; what is not known may."""
-    example = examples.get(origin)
-    return example is None or example.dtype.is_floating_point or example.dtype.is_complex
+def _is_item(node: fx.Node, numbers: dict[fx.Node, int]) -> bool:
+    return node.target is operator.getitem and node.args[0] in numbers

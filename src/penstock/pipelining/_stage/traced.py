@@ -9,7 +9,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from penstock.execution.autograd import is_differentiable
+from penstock.models.tracing.gradients import can_have_gradient
 from penstock.models.tracing.wiring import Origin, Wiring, read_wiring
 from penstock.pipelining._stage.links import LinkedStage
 from penstock.pipelining._stage.state import logger
@@ -156,11 +156,12 @@ class _PipelineStage(LinkedStage):
             meta = _TensorMeta.from_tensor(example)
             return _RecvInfo(f"root_input_{node.name}", None, None, meta, is_root_arg=True)
         name = next(name for name, stage in self.submod_to_stage_index.items() if stage == origin.stage)
-        return _RecvInfo(name, origin.stage, None, self._described(example))
+        return _RecvInfo(name, origin.stage, None, self._described(node))
 
-    def _described(self, example: torch.Tensor) -> _TensorMeta:
+    def _described(self, node: fx.Node) -> _TensorMeta:
         """Describe what goes from stage to stage. It was traced without gradients, whatever the training needs."""
-        needed = self.has_backward and is_differentiable(example.dtype)
+        example = node.meta["val"]
+        needed = self.has_backward and can_have_gradient(node)
         return _TensorMeta(example.shape, example.stride(), example.dtype, needed)
 
     def _refuse_distributed(self, example: object, what: str) -> None:
@@ -178,9 +179,9 @@ class _PipelineStage(LinkedStage):
             stages = [stage for stage in map(self.find_dst_rank, users) if stage is not None]
             output: Any = user.args[1] if is_item else 0
             found.setdefault(output, []).extend(stages)
-        values = [value.meta["val"] for value in flatten_args(self._get_output_node().args)]
+        values = flatten_args(self._get_output_node().args)
         for place, value in enumerate(values):
-            self._refuse_distributed(value, f"output {place}")
+            self._refuse_distributed(value.meta["val"], f"output {place}")
         self._stage_meta.outputs = tuple(map(self._described, values))
         return found
 
