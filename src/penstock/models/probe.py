@@ -265,6 +265,7 @@ class _Probe:
             tuple(kwargs),
             tuple(self._tracker.draws),
             self._tracker.is_random,
+            renumber(source for source in self._tracker.changed if source.kind in COMPUTED or source.kind == INPUT),
         )
 
 

@@ -147,6 +147,7 @@ class Record(NamedTuple):
         keywords: the names of the keyword inputs.
         draws: the names of the modules whose glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
+        changed: values that are changed in place after they were computed.
     """
 
     calls: tuple[Call, ...]
@@ -155,6 +156,7 @@ class Record(NamedTuple):
     keywords: tuple[str, ...]
     draws: tuple[str, ...] = ()
     is_random: bool = False
+    changed: tuple[Source, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain data."""
@@ -171,6 +173,7 @@ class Record(NamedTuple):
                 tuple(data["keywords"]),
                 tuple(data["draws"]),
                 bool(data["is_random"]),
+                _read_sources(data["changed"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SplitError(f"the record of the probe is damaged: {error!r}") from None

@@ -37,6 +37,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         glue: the names of the containers and glue modules that are running, outermost first.
         draws: in which of these glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
+        changed: values of calls that others have changed in place.
     """
 
     def __init__(self) -> None:
@@ -45,6 +46,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: dict[int, set[Source]] = {}
         self.draws: list[str] = []
         self.is_random = False
+        self.changed: set[Source] = set()
         self.glue: list[str] = []
         self._sources: dict[int, Sources] = {}
         self._alive: dict[int, StorageWeakRef | torch.Tensor] = {}
@@ -110,7 +112,9 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             for tensor in _written(func, *arguments):
                 key = self.memory_of(tensor)
-                self._sources[key] = self._sources.get(key, NOTHING) | found
+                before = self._sources.get(key, NOTHING)
+                self.changed.update(source for source in before if source.call != self.call)
+                self._sources[key] = before | found
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -6,10 +6,12 @@ The forward ends as soon as everything that the stage sends is known.
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SplitError
@@ -47,6 +49,7 @@ class _Run:
         self.dummies: dict[int, torch.Tensor] = {}
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.dtypes: dict[str, torch.dtype] = {}
+        self.versions: dict[Source, int] = {}
 
 
 class StageForward:
@@ -60,6 +63,7 @@ class StageForward:
         self._leaves = [leaf_of(plan.record, source) for source in self._received] if plan.stage else []
         self._returning = {source.call for source in plan.sent if source.kind == OUTPUT}
         self._end, self._unneeded = plan.end, plan.unneeded & _optional(model)
+        self._changed = frozenset(plan.record.changed)
         self._poison = poison
         self._run: _Run | None = None
         self._model = model
@@ -114,7 +118,11 @@ class StageForward:
                 f"stage {self._plan.stage} takes {len(self._received)} values from other stages "
                 f"({', '.join(name_of(self._plan.record, value) for value in self._received)}), got {len(args)}"
             )
-        return dict(zip(self._received, args, strict=True)), ()
+        # What is changed in place must not be the received tensor itself.
+        values = [
+            value.clone() if one in self._changed else value for one, value in zip(self._received, args, strict=True)
+        ]
+        return dict(zip(self._received, values, strict=True)), ()
 
     def _check_keywords(self, kwargs: dict[str, Any]) -> None:
         for name, value in kwargs.items():
@@ -195,9 +203,12 @@ class StageForward:
                 f"{self._calls[number].unit!r}, but the code around it has {dtype_name(dummy)}{list(dummy.shape)}",
                 unit=self._calls[number].unit,
             )
-        if dummy.requires_grad and not dummy._is_view():
-            dummy.detach_()
-        dummy.copy_(value)
+        # A checkpoint around the unit has saved the dummy for its backward, and must find the received value there.
+        saved = nullcontext() if dummy.is_inference() else _unsafe_preserve_version_counter(dummy)
+        with saved:
+            if dummy.requires_grad and not dummy._is_view():
+                dummy.detach_()
+            dummy.copy_(value)
         run.dummies.pop(id(dummy), None)
 
     def _capture(self, run: _Run, source: Source, value: Any) -> None:
@@ -214,7 +225,8 @@ class StageForward:
                 "model again",
                 unit=name,
             )
-        run.captured[source] = value
+        run.captured[source] = value.clone() if source in self._changed else value
+        run.versions[source] = _version(run.captured[source])
 
     def _stand_in(self, run: _Run, number: int, given: list[Any]) -> Any:
         """Return what a unit of another stage would: received values, arguments it passes through, and dummies."""
@@ -301,11 +313,23 @@ class StageForward:
                     f"stage {self._plan.stage} has run without computing {name_of(self._plan.record, source)}; {_AGAIN}"
                 )
             else:
-                values.append(run.captured[source])
+                values.append(self._unchanged(run, source))
         return values[0] if len(values) == 1 else tuple(values)
+
+    def _unchanged(self, run: _Run, source: Source) -> torch.Tensor:
+        value = run.captured[source]
+        if _version(value) != run.versions[source]:
+            name = name_of(self._plan.record, source)
+            raise SplitError(f"{name} was changed in place before it could be sent, unlike in the probe; {_AGAIN}")
+        return value
 
 
 _MISSING: Final = object()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; in inference mode torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _call_with_result(module: nn.Module, result: Any) -> None:
