@@ -30,8 +30,7 @@ config = LlamaConfig(
 schedule = ps.build("ZBVZeroBubble", ranks=dist.get_world_size(), microbatches=4)
 split = ps.split(lambda: LlamaForCausalLM(config), stages=schedule.stages)
 pipe = Pipeline(split, schedule)
-modules = torch.nn.ModuleList(stage.module for stage in pipe.stages.values())
-optimizer = torch.optim.AdamW(modules.parameters(), lr=1e-3)
+optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 
 tokens = torch.randint(128, (8, 32), generator=torch.Generator().manual_seed(0))
 for step in range(8):
