@@ -303,3 +303,16 @@ def test_a_stage_in_eval_mode():
         stage.eval()
     edges = ps.split(model, stages=2, example=example).edges
     assert torch.equal(run_stages(stages, edges, *example), model(*example[0]))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_frozen_norm_stays_in_eval_mode(dropout):
+    model, example = build("Statistics")
+    model.layers[0] = nn.Sequential(nn.Linear(4, 4), nn.Dropout(dropout)).double()
+    model.norms[1].eval()
+    split = ps.split(model, stages=3, example=example)
+    modes = {name: module.training for name, module in model.named_modules()}
+    for stage in split.stages().values():
+        assert {name: module.training for name, module in stage.named_modules()} == modes
+    assert [name for name, is_training in modes.items() if not is_training] == ["norms.1"]
+    assert_equal(split, model, [example], squares)

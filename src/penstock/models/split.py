@@ -20,6 +20,7 @@ from penstock.models.inputs import example_for
 from penstock.models.layout import shorten
 from penstock.models.loss import ModelLoss, model_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
+from penstock.models.modes import preserved_modes
 from penstock.models.plan import Plan
 from penstock.models.probe import probe
 from penstock.models.self_check import find_difference, has_nan, missed, run_stages
@@ -216,14 +217,16 @@ class Split:
         Raises ``SplitError`` that names the module whose value is missing.
         """
         args, kwargs = _checked_example(example)
-        with examination(self.model), _undisturbed(self.model, args, kwargs), torch.no_grad():
-            was_training = self.model.training
-            is_random = self.description.record is not None and self.description.record.is_random
-            self.model.train(was_training and not is_random)
-            try:
-                self._check(args, kwargs)
-            finally:
-                self.model.train(was_training)
+        record = self.description.record
+        with (
+            examination(self.model),
+            _undisturbed(self.model, args, kwargs),
+            preserved_modes(self.model),
+            torch.no_grad(),
+        ):
+            if record is not None and record.is_random:
+                self.model.eval()
+            self._check(args, kwargs)
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as plain data."""
