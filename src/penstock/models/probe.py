@@ -203,8 +203,8 @@ class _Probe:
         for position, leaf in enumerate(leaves):
             sources = self._tracker.of(leaf) if isinstance(leaf, torch.Tensor) else frozenset()
             passed = given.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
-            if passed is not None and Source(INSIDE, number) in sources:
-                passed = None  # it was changed in place
+            if passed is not None and (Source(INSIDE, number) in sources or self._is_dropout(call)):
+                passed = None  # it was changed in place, or will be another one with other random numbers
             described.append(describe_leaf(leaf, call.given, passed))
             if not isinstance(leaf, torch.Tensor) or passed is not None:
                 continue
@@ -214,6 +214,10 @@ class _Probe:
             self._tracker.mark(leaf, {Source(OUTPUT, number, position)})
         call.value = Value(spec, tuple(described))
         return call.value.build(leaves)
+
+    def _is_dropout(self, call: _Call) -> bool:
+        """Return whether a call draws random numbers in training mode, even if it has drawn none here."""
+        return call.is_glue and getattr(self._units.glue[call.unit], "p", 1) != 0
 
     def _inner(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mark what a module in a unit returns: hooks may hand it to glue."""

@@ -148,6 +148,7 @@ class Record(NamedTuple):
         draws: the names of the modules whose glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
         changed: values that are changed in place after they were computed.
+        is_eval_only: whether it was made in eval mode, since the model could not run the example in training mode.
     """
 
     calls: tuple[Call, ...]
@@ -157,6 +158,7 @@ class Record(NamedTuple):
     draws: tuple[str, ...] = ()
     is_random: bool = False
     changed: tuple[Source, ...] = ()
+    is_eval_only: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain data."""
@@ -174,6 +176,7 @@ class Record(NamedTuple):
                 tuple(data["draws"]),
                 bool(data["is_random"]),
                 _read_sources(data["changed"]),
+                bool(data["is_eval_only"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SplitError(f"the record of the probe is damaged: {error!r}") from None

@@ -15,6 +15,7 @@ from penstock.models.choose import choose_layout, find_opened
 from penstock.models.describe import describe
 from penstock.models.description import Description
 from penstock.models.edges import Flow, find_flow
+from penstock.models.examine import examine
 from penstock.models.holdings import declared_ties, find_holdings, group_names, part_names
 from penstock.models.inputs import example_for
 from penstock.models.layout import shorten
@@ -22,7 +23,6 @@ from penstock.models.loss import ModelLoss, model_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
 from penstock.models.modes import preserved_modes
 from penstock.models.plan import Plan
-from penstock.models.probe import probe
 from penstock.models.self_check import find_difference, has_nan, missed, run_stages
 from penstock.models.sequential import is_plain, sequential_stage
 from penstock.models.stage_module import make_stage
@@ -86,8 +86,7 @@ def split(
         )
     record = None
     if example is not None and not is_plain(base):
-        with examination(base):
-            record = probe(*_copied(base, units), *_checked_example(example))
+        record = examine(base, units, *_checked_example(example))
     description = _describe(base, units, record, choose_layout(base, units, record, stages, layout, costs))
     made = Split(base, units, description, source)
     if check and example is not None:
@@ -224,7 +223,11 @@ class Split:
             preserved_modes(self.model),
             torch.no_grad(),
         ):
+            if record is not None and not record.is_eval_only and not self.model.training:
+                self.model.train()  # as in the probe
             if record is not None and record.is_random:
+                if self._is_equal(args, kwargs):  # which takes the same draws, in the same order
+                    return
                 self.model.eval()
             self._check(args, kwargs)
 
@@ -271,6 +274,13 @@ class Split:
         )
         raise missed(culprit, difference)
 
+    def _is_equal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        try:
+            self._check(args, kwargs)
+        except SplitError:
+            return False
+        return True
+
     def _run(self, poison: Collection[str] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _undisturbed(self.model, args, kwargs):
             if poison is None:
@@ -291,17 +301,6 @@ def _checked_example(example: Any) -> Example:
         case (tuple(), dict()):
             return example[0], example[1]
     raise SplitError("example must be (args, kwargs), a tuple and a dict; write e.g. example=((x,), {})")
-
-
-def _copied(model: nn.Module, units: Units) -> tuple[nn.Module, Units]:
-    """Copy a model, whose forwards the probe changes; return the copy and its units."""
-    copy = copy_tree(model)
-    modules = dict(copy.named_modules(remove_duplicate=False))
-    return copy, units._replace(
-        units={name: modules[name] for name in units.units},
-        glue={name: modules[name] for name in units.glue},
-        containers={name: modules[name] for name in units.containers},
-    )
 
 
 def _describe(

@@ -94,6 +94,7 @@ class StageForward:
     def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._run is not None:  # the model calls itself
             return forward(*args, **kwargs)
+        self._check_mode()
         received, args = self._accept(args)
         self._check_keywords(kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in self._unneeded}
@@ -123,6 +124,13 @@ class StageForward:
             value.clone() if one in self._changed else value for one, value in zip(self._received, args, strict=True)
         ]
         return dict(zip(self._received, values, strict=True)), ()
+
+    def _check_mode(self) -> None:
+        if self._plan.record.is_eval_only and self._model.training:
+            raise SplitError(
+                "the model was examined in eval mode, since it could not run the example in training mode; to train "
+                "it, call model.train() and split it with an example that it can be trained on"
+            )
 
     def _check_keywords(self, kwargs: dict[str, Any]) -> None:
         for name, value in kwargs.items():
