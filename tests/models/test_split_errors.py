@@ -1,3 +1,4 @@
+import ctypes
 import re
 import threading
 
@@ -55,7 +56,7 @@ class Hidden(Chain):
 
     def forward(self, x):
         first = self.layers[0](x)
-        factor = float(first.detach().numpy().sum())
+        factor = ctypes.c_float.from_address(first.data_ptr()).value
         return self.layers[2](self.layers[1](x) * factor)
 
 

@@ -102,7 +102,7 @@ class _Probe:
             device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
             with preserved_state(self._model, device), self._tracker, torch.enable_grad():
                 result = self._model(*args, **kwargs)
-                found = self._union(tensors_of(result))
+                found = self._union(tensors_of(result)) | self._tracker.decisions
         return self._record(found, args, kwargs)
 
     def _install(self) -> None:
@@ -168,7 +168,7 @@ class _Probe:
         tracker, number = self._tracker, len(self._calls)
         found = arguments_of(args, kwargs).items()
         given = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor) or type(leaf) is int}
-        call = _Call(name, is_glue, tuple(given), list(given.values()), set())
+        call = _Call(name, is_glue, tuple(given), list(given.values()), set(tracker.decisions))
         self._calls.append(call)
         for leaf, tensor in enumerate(call.given):
             if isinstance(tensor, torch.Tensor):
@@ -190,6 +190,7 @@ class _Probe:
         computed = sum(source.kind in COMPUTED for source in sources)
         is_random = any(source.kind == RANDOM for source in sources)
         if computed + is_random > 1 and computed and _fills_its_memory(tensor):
+            sources |= self._tracker.decisions
             call.arguments.append(Argument(leaf, _sorted(sources), describe_tensor(tensor)))
             sources = frozenset({Source(ARGUMENT, number, leaf)})
             self._tracker.mark(tensor, sources)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +27,10 @@ _SHAPE_ONLY: Final = frozenset(
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 )
+#: Of the arguments of these, only the ones behind the first decide on the shape of the result.
+_CHOOSING: Final = frozenset({"aten::index", "aten::masked_select"})
+#: Methods that read memory without the dispatcher.
+_DIRECT: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
 class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,6 +43,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws: in which of these glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
         changed: values of calls that others have changed in place.
+        decisions: the sources of all that glue has read as plain Python values. Whatever follows may depend on these.
     """
 
     def __init__(self) -> None:
@@ -47,9 +53,21 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws: list[str] = []
         self.is_random = False
         self.changed: set[Source] = set()
+        self.decisions: Sources = NOTHING
         self.glue: list[str] = []
         self._sources: dict[int, Sources] = {}
         self._alive: dict[int, StorageWeakRef | torch.Tensor] = {}
+        self._fractions: set[int] = set()
+        self._direct = _DirectReads(self)
+
+    def __enter__(self) -> SourceTracker:
+        self._direct.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._direct.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def of(self, tensor: torch.Tensor) -> Sources:
         """Return the sources of a tensor."""
@@ -78,10 +96,23 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         read = NOTHING if func._schema.name in _SHAPE_ONLY else self._union(given)
         found = self._inside(read) if self.call is not None else read
+        self.decide(_deciding(func, args, given))
+        if self._is_never(func, args):
+            found = NOTHING
         if torch.Tag.nondeterministic_seeded in func.tags:
             found = self._draw(found)
         self._mark_results(func, given, result, found, (args, kwargs or {}))
         return result
+
+    def decide(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note that the values of tensors have been read, which matters to others only in glue."""
+        if self.call is None:
+            self.decisions |= self._union(tensors)
+
+    def _is_never(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether random fractions are compared with a probability of 0: layers that are never skipped."""
+        is_comparison = func is torch.ops.aten.lt.Scalar and args[1] <= 0
+        return is_comparison and self.memory_of(args[0]) in self._fractions
 
     def _union(self, tensors: Iterable[torch.Tensor]) -> Sources:
         return frozenset().union(*(self.of(tensor) for tensor in tensors))
@@ -109,12 +140,40 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and (key := self.memory_of(leaf)) not in old:
                 self._sources[key] = found
+                if func._schema.name == "aten::rand":
+                    self._fractions.add(key)
         if func._schema.is_mutable:
             for tensor in _written(func, *arguments):
                 key = self.memory_of(tensor)
                 before = self._sources.get(key, NOTHING)
                 self.changed.update(source for source in before if source.call != self.call)
                 self._sources[key] = before | found
+                self._fractions.discard(key)
+
+
+class _DirectReads(TorchFunctionMode):
+    """Catches methods that read memory without the dispatcher."""
+
+    def __init__(self, tracker: SourceTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _DIRECT:
+            self._tracker.decide(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        return func(*args, **(kwargs or {}))
+
+
+def _deciding(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors from whose values an operator makes a Python value: a number, or the shape of its result."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return given
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
+    if func._schema.name in _CHOOSING:
+        chosen = [leaf for leaf in pytree.tree_leaves(args[1:]) if isinstance(leaf, torch.Tensor)]
+        return [tensor for tensor in chosen if tensor.dtype in (torch.bool, torch.uint8)]
+    return given
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
