@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SplitError
 from penstock.execution.preserved_state import preserved_state
+from penstock.models.glue_writes import GlueWrites
 from penstock.models.record import (
     ARGUMENT,
     INNER,
@@ -99,9 +100,11 @@ class _Probe:
             # Each input gets memory of its own, even if the same ids are also the labels.
             args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
             self._mark(args, kwargs)
+            writes = GlueWrites(self._model, self._units, self._tracker)
             device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
             with preserved_state(self._model, device), self._tracker, torch.enable_grad():
                 result = self._model(*args, **kwargs)
+                writes.check()
                 found = self._union(tensors_of(result)) | self._tracker.decisions
         return self._record(found, args, kwargs)
 

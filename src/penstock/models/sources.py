@@ -43,6 +43,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws: in which of these glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
         changed: values of calls that others have changed in place.
+        held: the name of each parameter and buffer, and whether it belongs to a unit, by its memory.
+        written: the names of those that glue has written to, or that do not belong to a unit and a call has.
         decisions: the sources of all that glue has read as plain Python values. Whatever follows may depend on these.
     """
 
@@ -53,6 +55,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws: list[str] = []
         self.is_random = False
         self.changed: set[Source] = set()
+        self.held: dict[int, tuple[str, bool]] = {}
+        self.written: list[str] = []
         self.decisions: Sources = NOTHING
         self.glue: list[str] = []
         self._sources: dict[int, Sources] = {}
@@ -149,6 +153,9 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.changed.update(source for source in before if source.call != self.call)
                 self._sources[key] = before | found
                 self._fractions.discard(key)
+                name, is_placed = self.held.get(key, ("", True))
+                if name and (self.call is None or not is_placed):
+                    self.written.append(name)
 
 
 class _DirectReads(TorchFunctionMode):
