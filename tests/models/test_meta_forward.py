@@ -62,8 +62,26 @@ def run(x, offset):
 def test_values_that_meet_no_parameter_are_computed():
     result, offset = run(torch.ones(2, 3), torch.tensor(2.5))
     assert offset == 3.5
-    assert torch.equal(result, torch.zeros(2, 4))
     assert result.requires_grad
+
+
+def test_numbers_depend_on_what_an_operator_is_given():
+    ones, offset = torch.ones(2, 3), torch.tensor(2.5)
+    result, _ = run(ones, offset)
+    assert torch.equal(run(ones, offset)[0], result)
+    assert float(result.detach().abs().max()) <= 0.5
+    assert len(result.unique()) == result.numel()
+    for x, other in ((ones * 2, offset), (ones.index_fill(0, torch.tensor(1), 0), offset), (ones, offset + 1)):
+        assert not torch.isclose(run(x, other)[0], result).any()
+
+
+def test_numbers_depend_on_the_parameter():
+    with torch.device("meta"):
+        first, second = nn.Linear(3, 4), nn.Linear(3, 4)
+    x = torch.ones(2, 3)
+    with MetaForward(), torch.no_grad():
+        assert torch.equal(first(x), first(x))
+        assert not torch.isclose(first(x), second(x)).any()
 
 
 def test_nan_goes_through_parameters():
@@ -109,3 +127,13 @@ def test_what_comes_from_parameters_only_can_be_mixed_with_real_tensors():
         model = Latents()
     with MetaForward():
         assert model(torch.ones(2, 5, 4)).shape == (2, 3, 4)
+
+
+def test_a_large_weight_that_is_converted_is_the_same_every_time():
+    with torch.device("meta"):
+        model = nn.Linear(1100, 1000)
+    x = torch.ones(1, 1100, dtype=torch.bfloat16)
+    with MetaForward(), torch.no_grad():
+        first, second = (nn.functional.linear(x, model.weight.to(torch.bfloat16)) for _ in range(2))
+        assert torch.equal(first, second)
+        assert first.any()

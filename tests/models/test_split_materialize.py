@@ -232,6 +232,30 @@ def test_a_missing_value_is_noticed_without_parameters(monkeypatch):
             ps.split(model, layout=layout, example=EXAMPLE)
 
 
+class TriplesItsOutput(Layers):
+    """Its hook would run on every stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, args, output: output * 3)
+
+
+class CountsInGlue(Layers):
+    def forward(self, x):
+        x = self.layers[0](x)
+        count = int((x > 0).sum())
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x / (1 + count)
+
+
+@pytest.mark.parametrize("kind", [TriplesItsOutput, CountsInGlue])
+def test_a_wrong_output_is_noticed_without_parameters(kind):
+    for model in (kind(), kind):
+        with pytest.raises(SplitError, match=r"the stages do not compute what the model does|a stage reads a value"):
+            ps.split(model, stages=4, example=EXAMPLE)
+
+
 def test_a_pipeline_of_a_callable_trains_like_the_whole_model():
     schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=4)
     x, y = torch.randn(8, 4), torch.randn(8, 4)

@@ -1,18 +1,22 @@
 """Runs the forward of a model whose parameters are on the meta device, on real inputs.
 
-Glue, masks and position tables are computed as usual. An operator that takes a real tensor and a parameter returns
-zeros of the right shape, or NaN if it was given any, so that missing values can still be noticed. Data that decides
+Glue, masks and position tables are computed as usual. An operator that takes a real tensor and a parameter returns made
+up numbers of the right shape, which depend on the operator, the parameter and the values of the real tensors, or NaN if
+it was given any: a value that is missing or wrong makes a difference to everything behind it. Data that decides
 something, e.g. where a router sends a token, is therefore there, though not that of the model. What is computed from
 parameters only must not decide anything.
 """
 
 from __future__ import annotations
 
+import math
+import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -23,10 +27,11 @@ from penstock.models.named_draws import arguments_of, is_view, memory_of, tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.multiprocessing.reductions import StorageWeakRef
-
 #: A value with more elements stays on the meta device if it was computed from parameters only: a converted weight.
 _SMALL: Final = 1 << 20
+#: The distance between the phases of neighbors, and the largest number that matters in a summary, since masks are huge.
+_STEP: Final = 1.7
+_BOUND: Final = 10.0
 _META: Final = torch.device("meta")
 _CPU: Final = torch.device("cpu")
 
@@ -37,6 +42,7 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._from_parameters: set[StorageWeakRef] = set()
+        self._numbers: dict[StorageWeakRef, int] = {}
         self._attention = _RealAttention()
 
     def __enter__(self) -> MetaForward:
@@ -61,10 +67,25 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if is_view(func):
             return func(*args, **kwargs)
         result = _call_on_meta(func, args, kwargs) if not present else _shapes(func, args, kwargs)
-        value = float("nan") if any(map(_has_nan, present)) else 0.0
+        value = self._summary(func, tensors, present)
         if writes:
             return self._write(func, writes, value)
         return tree_map_only(Tensor, lambda tensor: self._make_real(tensor, value, present), result)
+
+    def _summary(self, func: Any, tensors: Sequence[Tensor], present: Sequence[Tensor]) -> float:
+        """Return a number for an operator and all that it is given; NaN if that has any."""
+        if any(map(_has_nan, present)):
+            return float("nan")
+        total = float(zlib.crc32(str(func).encode()) % 1000)
+        for tensor in tensors:
+            total += _mean(tensor) if not self._is_absent(tensor) else self._number_of(tensor)
+        return total
+
+    def _number_of(self, tensor: Tensor) -> int:
+        """Return a number for a parameter and its views; 0 for what was computed from parameters only."""
+        if not tensor.is_meta:
+            return 0
+        return self._numbers.setdefault(_key(tensor), len(self._numbers) + 1)
 
     def _is_absent(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a parameter, or was computed from parameters only."""
@@ -72,13 +93,15 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def _make_real(self, tensor: Tensor, value: float, present: Sequence[Tensor]) -> Tensor:
         if not present and tensor.numel() > _SMALL:
-            return tensor if tensor.is_meta else _on_meta(tensor)
+            kept = tensor if tensor.is_meta else _on_meta(tensor)
+            self._numbers[_key(kept)] = 0
+            return kept
         made = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=present[0].device if present else _CPU
         )
         if not present and (key := memory_of(made)) is not None:
             self._from_parameters.add(key)
-        return _fill(made, value)
+        return _fill(made, value) if present else made.zero_()
 
     def _write(self, func: Any, writes: list[Tensor], value: float) -> Any:
         """Write to the real tensors among those that an operator writes to, and return what it returns."""
@@ -131,7 +154,12 @@ def _needs_values(func: Any) -> SplitError:
 def _zeros(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor.detach().clone()
-    return _fill(torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype), 0.0)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype).zero_()
+
+
+def _key(tensor: Tensor) -> StorageWeakRef:
+    """Identify the storage of a tensor on the meta device; no other one will be taken for it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -139,7 +167,21 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _fill(tensor: Tensor, value: float) -> Tensor:
-    return tensor.fill_(value if tensor.is_floating_point() or tensor.is_complex() else 0)
+    """Fill a tensor with numbers between -0.5 and 0.5 that depend on their place and on a value; integers with 0."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.zero_()
+    places = torch.arange(tensor.numel(), dtype=torch.float64, device=tensor.device)
+    return tensor.copy_((0.5 * torch.sin(places * _STEP + value)).reshape(tensor.shape))
+
+
+def _mean(tensor: Tensor) -> float:
+    """Return a mean of the elements of a tensor in which each has another weight."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    values = tensor.detach().double().flatten()
+    values = values.clamp(-_BOUND, _BOUND) if tensor.is_floating_point() else values.sin()
+    weights = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device).sin()
+    return float(values @ weights) / math.sqrt(max(len(values), 1))
 
 
 def _has_nan(tensor: Tensor) -> bool:
