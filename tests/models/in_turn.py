@@ -8,13 +8,13 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_unsplit(model, microbatches, loss_fn, seed=0):
-    """Return the losses and gradients of the unsplit model."""
+def train_unsplit(model, microbatches, loss_fn, seed=0, **options):
+    """Return the losses and gradients of the unsplit model, which is called with some options."""
     model.zero_grad()
     torch.manual_seed(seed)
     losses = []
     for args, kwargs in microbatches:
-        loss = loss_fn(model(*args, **kwargs))
+        loss = loss_fn(model(*args, **kwargs, **options))
         loss.backward()
         losses.append(loss.detach())
     found = gradients(model)
@@ -64,9 +64,13 @@ def _train_one(stages, edges, args, kwargs, loss_fn):
     return loss.detach()
 
 
-def assert_equal(split, model, microbatches, loss_fn, *, tolerance=1e-10, seed=0):
-    """Losses are bitwise equal, and every gradient within the tolerance."""
-    losses, expected = train_unsplit(model, microbatches, loss_fn, seed)
+def assert_equal(split, model, microbatches, loss_fn, *, tolerance=1e-10, seed=0, **options):
+    """Losses are bitwise equal, and every gradient within the tolerance.
+
+    The unsplit model gets the options, too: with ``use_cache=False`` it computes in the same order as stages, which
+    never keep keys and values.
+    """
+    losses, expected = train_unsplit(model, microbatches, loss_fn, seed, **options)
     ours, found = train_in_turn(split, model, microbatches, loss_fn, seed)
     assert all(map(torch.equal, ours, losses)), (ours, losses)
     for name, gradient in expected.items():

@@ -54,6 +54,35 @@ VARIANTS = (
     {"hidden_size_per_layer_input": 0},
 )
 LARGEST = 8_000_000
+COMPOSITE = "the configuration is composite"
+PER_LAYER = "is a per-layer attribute"
+SINGLE = "dtype"
+TOO_LARGE = "parameters"
+#: Classes for which no guess gives a small model that runs in float64, with a part of the reason.
+WITHOUT = {
+    **dict.fromkeys(("BltForCausalLM", "DbrxForCausalLM", "FuyuForCausalLM", "GitForCausalLM"), COMPOSITE),
+    **dict.fromkeys(("Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration"), COMPOSITE),
+    **dict.fromkeys(("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"), COMPOSITE),
+    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), COMPOSITE),
+    **dict.fromkeys(("GotOcr2ForConditionalGeneration", "MossTranscribeDiarizeForConditionalGeneration"), COMPOSITE),
+    **dict.fromkeys(("MoshiForCausalLM", "MptForCausalLM", "Phi4MultimodalForCausalLM"), COMPOSITE),
+    **dict.fromkeys(("EsmForMaskedLM", "ModernVBertForMaskedLM", "UltraVBertForMaskedLM"), COMPOSITE),
+    **dict.fromkeys(("Dots3NoteForCausalLM", "Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"), PER_LAYER),
+    "NeoMMEForMaskedLM": PER_LAYER,
+    **dict.fromkeys(("Inkling2ForCausalLM", "MraForMaskedLM"), SINGLE),
+    **dict.fromkeys(("RoCBertForCausalLM", "RoCBertForMaskedLM", "LukeForMaskedLM", "PerceiverForMaskedLM"), TOO_LARGE),
+    **dict.fromkeys(("MusicgenForCausalLM", "MusicgenMelodyForCausalLM"), "is invalid for input of size"),
+    **dict.fromkeys(("ReformerModelWithLMHead", "ReformerForMaskedLM"), "axial_pos_embds"),
+    **dict.fromkeys(("XmodForCausalLM", "XmodForMaskedLM"), "Input language unknown"),
+    **dict.fromkeys(("Mamba2ForCausalLM", "ZayaForCausalLM"), "validate_architecture"),
+    "CohereCompassForCausalLM": "full_attention",
+    "Lfm2MoeForCausalLM": "'NoneType' object is not subscriptable",
+    "MPNetForMaskedLM": "index out of range",
+    "Qwen4ExpForCausalLM": "unsupported operand",
+    "XGLMForCausalLM": "without overflow",
+    "Zamba2ForCausalLM": "validate_layer_type",
+    "ZambaForCausalLM": "tie_weights_keys",
+}
 
 
 def build(name, kind):
@@ -65,7 +94,7 @@ def build(name, kind):
 
     model_class = getattr(transformers, name)
     if model_class.config_class.sub_configs:
-        raise LookupError("the configuration is composite")
+        raise LookupError(COMPOSITE)
     reason = "no guess"
     for variant in VARIANTS:
         try:
