@@ -98,7 +98,14 @@ def test_hooks_of_parameters_that_change_the_gradient() -> None:
         for parameter in module.parameters():
             parameter.register_hook(lambda gradient: gradient * 2 + 1)
 
-    hooked(register, stack(), x_of(3, 4))
+    module = stack()
+    plain = copy.deepcopy(module)
+    hooked(register, module, x_of(3, 4))
+    for _ in range(2):
+        whole(plain, [x_of(3, 4)])
+    for name, gradient in gradients(plain).items():
+        assert gradient is not None
+        equal([module.get_parameter(name).grad], [gradient * 2 + 2])
 
 
 @pytest.mark.usefixtures("one_by_one")
@@ -251,6 +258,7 @@ def test_weights_that_are_frozen_between_the_halves() -> None:
         _, weights = first_half(split, module, [x])
         module.get_parameter(name).requires_grad_(False)
         weights()
+        assert module.get_parameter(name).grad is None
         whole(other, [x])
         other.get_parameter(name).grad = None
         equal(gradients(module), gradients(other))
