@@ -48,4 +48,4 @@ def test_a_class_is_equal_or_refused(name, kind):
     assert_complete(split, model)
     generator = torch.Generator().manual_seed(3)
     batch = {key: torch.randint(3, 90, (3, 16), generator=generator) for key in ("input_ids", "labels")}
-    assert_equal(split, model, [((), batch)], lambda output: output.loss, tolerance=1e-9, use_cache=False)
+    assert_equal(split, model, [((), batch)], lambda output: output.loss, use_cache=False)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import penstock as ps
 from penstock.models.split import Split
 from penstock.runtime import DistributedTransport, Pipeline
-from runtime.split_families import FAMILIES, HUGGING_FACE, OWN, Batch, build, draw_batch
+from runtime.split_families import FAMILIES, HUGGING_FACE, LAYERS, OWN, Batch, build, draw_batch
 from runtime.wired import random_schedule
 
 NAMES = ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "custom"]
@@ -106,6 +106,8 @@ def differences(family: str, expected: list[Seen], schedule: ps.Schedule, transp
         optimizer.step()
         pairs |= {f"value of {name}": (one, wanted.parameters[name]) for name, one in mine.items()}
         found += [f"step {step}: the {what} differs by {gap:.3g}" for what, gap in _gaps(pairs)]
+    held = {name for stage in split.stages().values() for name, _ in stage.named_parameters(remove_duplicate=False)}
+    found += [f"{name} is in no stage" for name in expected[0].gradients if name not in held]
     if sorted(pipe.stages) != list(schedule.placement.stages_of(transport.rank)):
         found.append(f"stages {sorted(pipe.stages)}")
     return found
@@ -158,6 +160,19 @@ def _schedule(name: str, ranks: int) -> ps.Schedule:
 def _some(ranks: int) -> list[tuple[str, tuple[str, ...]]]:
     """Every model under one schedule, every schedule with several models, others on four ranks than on two."""
     return [(family, (NAMES[(number + ranks) % len(NAMES)],)) for number, family in enumerate(FAMILIES)]
+
+
+def test_what_the_models_are_for():
+    """Numbers are dropped, by the seed; experts have a loss of their own."""
+    args, kwargs, _ = draw_batch("dropout", SAMPLES, 0)
+    model = build("dropout")
+    first, again, other = (model(*args, seeds=kwargs["seeds"] + shift) for shift in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+    assert not torch.allclose(first, model.eval()(*args, **kwargs))
+    experts = build("mixtral")(**draw_batch("mixtral", SAMPLES, 0).kwargs)
+    assert experts.aux_loss > 0
+    assert len(experts.router_logits) == LAYERS
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
