@@ -89,7 +89,31 @@ def names(*stages):
     return [[f"layers.{number}" for number in stage] for stage in stages]
 
 
+class Replaced(Chain):
+    """The forward is replaced by a function, which no copy of the model follows."""
+
+    def __init__(self):
+        super().__init__()
+        old = self.forward
+        self.forward = lambda x: old(x) * 2
+
+
+class SameMemory(Chain):
+    """Two parameters that are one in memory only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].weight = nn.Parameter(self.layers[0].weight)
+
+
 ERRORS = {
+    "replaced forward": (Replaced, {"stages": 2}, "the forward calls none of the model's modules", None),
+    "same memory": (
+        SameMemory,
+        {"stages": 2},
+        "layers.0.weight and layers.2.weight are two parameters in the same memory, and not on one stage",
+        "layers.2.weight",
+    ),
     "unknown name": (
         Chain,
         {"layout": [["layers.0", "layer.1"], ["layers.2"]]},
@@ -148,6 +172,27 @@ def test_one_clear_error(case):
     with pytest.raises(SplitError, match=re.escape(message)) as caught:
         ps.split(build, **{"example": X} | arguments)
     assert caught.value.unit is unit is None or re.fullmatch(unit, caught.value.unit)
+
+
+@pytest.mark.parametrize("case", ["replaced forward", "same memory"])
+def test_one_clear_error_for_a_built_model(case):
+    build, arguments, message, _ = ERRORS[case]
+    with pytest.raises(SplitError, match=re.escape(message)):
+        ps.split(build(), example=X, **arguments)
+
+
+def test_parameters_in_the_same_memory():
+    assert not ps.split(SameMemory(), layout=names([0, 1, 2]), example=X).ties
+    split = ps.split(SameMemory(), stages=2, ties=[("layers.0.weight", "layers.2.weight")], example=X)
+    assert [tie.members for tie in split.ties] == [((0, "layers.0.weight"), (1, "layers.2.weight"))]
+
+
+def test_parameters_side_by_side_in_one_memory():
+    model = Chain()
+    flat = torch.randn(3, 4, 4)
+    for layer, weight in zip(model.layers, flat, strict=True):
+        layer.weight = nn.Parameter(weight)
+    assert len(ps.split(model, stages=3, example=X).layout) == 3
 
 
 def test_a_loop_on_one_stage_is_fine():

@@ -18,11 +18,14 @@ from torch import Tensor, nn
 
 from penstock.errors import SplitError
 from penstock.execution.preserved_state import RNG_LOCK, preserved_random_state
+from penstock.models.named_draws import memory_of
 from penstock.models.registrations import Registrar, Survey, names_by_tensor, observe_registrations
 from penstock.models.released_memory import LostValueError, OtherRegistrationError, ReleasedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from torch.multiprocessing.reductions import StorageWeakRef
 
 #: After this many runs, everything is kept.
 _RUNS: Final = 4
@@ -130,7 +133,17 @@ def empty_tensor(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _move_to_meta(model: nn.Module, names: set[str]) -> None:
-    """Replace every tensor of which no name is wanted."""
-    replace_tensors(
-        model, lambda called, tensor: tensor if names.intersection(called) else empty_tensor(tensor, "meta")
-    )
+    """Replace every tensor of which no name is wanted; those that shared memory still do."""
+    bases: dict[StorageWeakRef, Tensor] = {}
+
+    def replacement(called: list[str], tensor: Tensor) -> Tensor:
+        if names.intersection(called):
+            return tensor
+        moved, key = empty_tensor(tensor, "meta"), memory_of(tensor)
+        if key is not None and (base := bases.setdefault(key, moved)) is not moved:
+            moved.data = torch.empty_like(moved).set_(
+                base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+        return moved
+
+    replace_tensors(model, replacement)

@@ -67,6 +67,7 @@ def find_flow(record: Record, layout: Sequence[Sequence[str]], listed: Collectio
         )
         for source in values
     )
+    _check_checkpoints(record, stages, values)
     parameters = {name: tuple(sorted(users)) for name, users in sorted(needs.parameters.items())}
     return Flow(edges, tuple(values), stages, parameters)
 
@@ -257,6 +258,27 @@ def _check_draws(record: Record, draws: Mapping[int, set[int]]) -> None:
                 f"the forward of {owner} draws random numbers that stages {', '.join(map(str, sorted(users)))} need, "
                 "and each would draw its own; draw them in a module, e.g. nn.Dropout instead of functional.dropout",
                 unit=record.draws[number],
+            )
+
+
+def _check_checkpoints(record: Record, stages: Sequence[int], values: Collection[Source]) -> None:
+    """Refuse checkpoints that a backward cannot run again on one stage."""
+    for checkpoint in record.checkpoints:
+        first, *others = checkpoint.calls
+        unit = record.calls[first].unit
+        for number in others:
+            if stages[number] != stages[first]:
+                raise SplitError(
+                    f"one checkpoint is around {unit!r} on stage {stages[first]} and {record.calls[number].unit!r} on "
+                    f"stage {stages[number]}; keep what it is around on one stage, or checkpoint each layer",
+                    unit=unit,
+                )
+        sent = next((v for v in values if v.kind in (OUTPUT, INNER) and v.call in checkpoint.calls), None)
+        if sent is not None and (checkpoint.has_tail or sent.call != checkpoint.calls[-1]):
+            raise SplitError(
+                f"{record.calls[sent.call].unit!r} is sent to another stage, but more is computed from it in the "
+                "checkpoint around it; checkpoint the layer alone, or keep the next layer on this stage, too",
+                unit=record.calls[sent.call].unit,
             )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
 
 from penstock.errors import SplitError
 from penstock.execution.ties import Tie, near_matches
@@ -13,7 +16,6 @@ from penstock.models.units import names_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from penstock.models.units import Units
@@ -69,6 +71,7 @@ def find_holdings(
         for stage in stages:
             names[stage] |= set(groups[name])
     unread = _place_unread(model, units, stages_of, names)
+    _check_memory(dict(model.named_parameters(remove_duplicate=False)), names)
     return Holdings(tuple(map(frozenset, names)), _find_ties(model, names), unread)
 
 
@@ -147,6 +150,36 @@ def _place_unread(
         near = [unit for unit in units.units if unit.startswith(f"{owner}.")] or list(units.units)
         names[min(stages_of[near[0]])].add(name)
     return tuple(unread)
+
+
+def _check_memory(parameters: Mapping[str, torch.Tensor], names: Sequence[set[str]]) -> None:
+    """Refuse parameters of several stages that are not one tensor, but have the same memory."""
+    stages = {name: {stage for stage, held in enumerate(names) if name in held} for name in parameters}
+    by_memory: dict[int, list[str]] = {}
+    for name, tensor in parameters.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            by_memory.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for group in by_memory.values():
+        for first, second in combinations(group, 2):
+            one, other = parameters[first], parameters[second]
+            if one is not other and _overlap(one, other) and len(stages[first] | stages[second]) > 1:
+                raise SplitError(
+                    f"{first} and {second} are two parameters in the same memory, and not on one stage; make them one "
+                    f"parameter, or pass ties=[({first!r}, {second!r})]",
+                    unit=second,
+                )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one memory have elements in common, if each is dense."""
+    (start, end), (other_start, other_end) = _extent(one), _extent(other)
+    return start < other_end and other_start < end
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (sum(steps) + 1) * tensor.element_size()
 
 
 def _find_ties(model: nn.Module, names: Sequence[set[str]]) -> tuple[Tie, ...]:

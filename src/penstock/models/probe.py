@@ -105,8 +105,16 @@ class _Probe:
             with preserved_state(self._model, device), self._tracker, torch.enable_grad():
                 result = self._model(*args, **kwargs)
                 writes.check()
+                self._check_calls()
                 found = self._union(tensors_of(result)) | self._tracker.decisions
         return self._record(found, args, kwargs)
+
+    def _check_calls(self) -> None:
+        if all(call.is_glue for call in self._calls):
+            raise SplitError(
+                "the forward calls none of the model's modules; if it was replaced by a function that calls the old "
+                "one, override it in a subclass instead"
+            )
 
     def _install(self) -> None:
         seen: set[nn.Module] = set()
@@ -169,6 +177,7 @@ class _Probe:
         self, forward: Callable[..., Any], name: str, is_glue: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tracker, number = self._tracker, len(self._calls)
+        tracker.checkpoints.enter(number, name)
         found = arguments_of(args, kwargs).items()
         given = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor) or type(leaf) is int}
         call = _Call(name, is_glue, tuple(given), list(given.values()), set(tracker.decisions))
@@ -274,6 +283,7 @@ class _Probe:
             tuple(self._tracker.draws),
             self._tracker.is_random,
             renumber(source for source in self._tracker.changed if source.kind in COMPUTED or source.kind == INPUT),
+            self._tracker.checkpoints.found(),
         )
 
 

@@ -137,6 +137,18 @@ class Call(NamedTuple):
     given: tuple[str, ...] = ()
 
 
+class Checkpoint(NamedTuple):
+    """An activation checkpoint that glue puts around calls.
+
+    Attributes:
+        calls: the numbers of the calls.
+        has_tail: whether glue computes something behind the last of them.
+    """
+
+    calls: tuple[int, ...]
+    has_tail: bool
+
+
 class Record(NamedTuple):
     """What a probe has found.
 
@@ -148,6 +160,7 @@ class Record(NamedTuple):
         draws: the names of the modules whose glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
         changed: values that are changed in place after they were computed.
+        checkpoints: the checkpoints around calls.
         is_eval_only: whether it was made in eval mode, since the model could not run the example in training mode.
     """
 
@@ -158,6 +171,7 @@ class Record(NamedTuple):
     draws: tuple[str, ...] = ()
     is_random: bool = False
     changed: tuple[Source, ...] = ()
+    checkpoints: tuple[Checkpoint, ...] = ()
     is_eval_only: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -176,6 +190,7 @@ class Record(NamedTuple):
                 tuple(data["draws"]),
                 bool(data["is_random"]),
                 _read_sources(data["changed"]),
+                tuple(Checkpoint(tuple(calls), has_tail) for calls, has_tail in data["checkpoints"]),
                 bool(data["is_eval_only"]),
             )
         except (KeyError, TypeError, ValueError) as error:

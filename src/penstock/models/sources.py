@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.models.checkpoints import CheckpointRegions
 from penstock.models.record import INNER, INSIDE, RANDOM, Source
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         draws: in which of these glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
         changed: values of calls that others have changed in place.
+        checkpoints: the activation checkpoints around calls.
         held: the name of each parameter and buffer, and whether it belongs to a unit, by its memory.
         written: the names of those that glue has written to, or that do not belong to a unit and a call has.
         decisions: the sources of all that glue has read as plain Python values. Whatever follows may depend on these.
@@ -55,6 +57,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws: list[str] = []
         self.is_random = False
         self.changed: set[Source] = set()
+        self.checkpoints = CheckpointRegions()
         self.held: dict[int, tuple[str, bool]] = {}
         self.written: list[str] = []
         self.decisions: Sources = NOTHING
@@ -103,6 +106,8 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.decide(_deciding(func, args, given))
         if self._is_never(func, args):
             found = NOTHING
+        if self.call is None and not func.is_view:
+            self.checkpoints.note_glue()
         if torch.Tag.nondeterministic_seeded in func.tags:
             found = self._draw(found)
         self._mark_results(func, given, result, found, (args, kwargs or {}))
