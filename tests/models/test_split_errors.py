@@ -221,7 +221,7 @@ def test_calls_that_differ_from_the_probe():
             return self.layers[2](x if skip is not None else self.layers[1](self.layers[0](x)))
 
     stages = ps.split(Optional(), stages=3, example=X).stages()
-    with pytest.raises(SplitError, match=r"the model calls 'layers\.2' where the probe has recorded 'layers\.0'"):
+    with pytest.raises(SplitError, match=re.escape("skip=a tensor of shape [1] was not part of the example")):
         stages[0](torch.ones(2, 4), skip=torch.ones(1))
     with pytest.raises(SplitError, match="flag=True was not part of the example"):
         stages[0](torch.ones(2, 4), flag=True)

@@ -246,10 +246,10 @@ def test_equal_to_the_unsplit_model(name, stages):
         assert not value.is_floating_point() or not torch.equal(value, buffers[key])
 
 
-def test_a_mask_that_the_probe_has_not_seen():
+def test_a_mask_that_the_probe_has_seen():
     model, example = build("PassesThrough")
-    split = ps.split(model, stages=3, example=example)
-    assert_equal(split, model, [(example[0], {"mask": rows(3, 1, seed=4)})], squares)
+    split = ps.split(model, stages=3, example=(example[0], {"mask": rows(3, 1)}))
+    assert_equal(split, model, [((rows(5, 4),), {"mask": rows(5, 1, seed=4)})], squares)
 
 
 def test_statistics_are_those_of_the_unsplit_model():

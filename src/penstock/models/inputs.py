@@ -10,6 +10,9 @@ from torch import nn
 
 _SAMPLES: Final = 2
 _TOKENS: Final = 7
+_FREE: Final = frozenset(
+    {"attention_mask", "decoder_attention_mask", "position_ids", "token_type_ids", "num_items_in_batch"}
+)
 
 
 def example_for(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -32,6 +35,15 @@ def example_for(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | No
         kwargs["decoder_input_ids"] = ids.clone()
     device = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
     return (), {name: value.to(device) for name, value in kwargs.items()}
+
+
+def free_keywords(model: nn.Module) -> frozenset[str]:
+    """Return the keyword arguments that may come and go with any value.
+
+    Hugging Face models turn them into masks and positions, which every stage computes, or pass them to the loss.
+    """
+    is_known = hasattr(model, "config") and hasattr(model, "main_input_name")
+    return _FREE if is_known else frozenset()
 
 
 def _tokens(config: Any, vocabulary: int, tokens: int) -> torch.Tensor:

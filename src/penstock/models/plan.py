@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.models.record import ARGUMENT, INPUT, Call, Record, Source
+from penstock.models.record import ARGUMENT, INPUT, Record, Source
 
 if TYPE_CHECKING:
     from penstock.models.edges import Flow
@@ -49,12 +49,8 @@ class Plan(NamedTuple):
         if self.stage == self.stages - 1:
             return frozenset()
         # The arguments of the call at which the forward ends are computed, too.
-        read = {source.name for call in self.record.calls[: self.end + 1] for source in _all_feeds(call)}
+        read = {source.name for call in self.record.calls[: self.end + 1] for source in call.all_feeds}
         later = self.record.calls[self.end + 1 :]
-        rest = {source.name for call in later for source in _all_feeds(call) if source.kind == INPUT}
+        rest = {source.name for call in later for source in call.all_feeds if source.kind == INPUT}
         rest |= {source.name for source in self.record.result if source.kind == INPUT}
         return frozenset(rest - read) & frozenset(self.record.keywords)
-
-
-def _all_feeds(call: Call) -> list[Source]:
-    return [*call.feeds, *(source for argument in call.arguments for source in argument.sources)]

@@ -31,7 +31,15 @@ from penstock.models.record import (
     Value,
 )
 from penstock.models.sources import Sources, SourceTracker, wrap_forward
-from penstock.models.values import arguments_of, describe_leaf, describe_tensor, describe_value, flatten, tensors_of
+from penstock.models.values import (
+    arguments_of,
+    describe_keyword,
+    describe_leaf,
+    describe_tensor,
+    describe_value,
+    flatten,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -212,13 +220,14 @@ class _Probe:
         """Describe what a call returns, and make each tensor of it a source."""
         leaves, spec = flatten(result, call.unit)
         given = {id(tensor): position for position, tensor in reversed(list(enumerate(call.given)))}
+        own = {size for one in self._units.units.get(call.unit, nn.Module()).parameters() for size in one.shape}
         described, memories = [], set()
         for position, leaf in enumerate(leaves):
             sources = self._tracker.of(leaf) if isinstance(leaf, torch.Tensor) else frozenset()
             passed = given.get(id(leaf)) if isinstance(leaf, torch.Tensor) else None
             if passed is not None and (Source(INSIDE, number) in sources or self._is_dropout(call)):
                 passed = None  # it was changed in place, or will be another one with other random numbers
-            described.append(describe_leaf(leaf, call.given, passed))
+            described.append(describe_leaf(leaf, call.given, passed, own))
             if not isinstance(leaf, torch.Tensor) or passed is not None:
                 continue
             if not _is_new(sources, number) or self._tracker.memory_of(leaf) in memories:
@@ -280,6 +289,7 @@ class _Probe:
             renumber(result),
             tuple(describe_value(value, (), f"args[{number}]") for number, value in enumerate(args)),
             tuple(kwargs),
+            tuple(describe_keyword(name, value) for name, value in kwargs.items()),
             tuple(self._tracker.draws),
             self._tracker.is_random,
             renumber(source for source in self._tracker.changed if source.kind in COMPUTED or source.kind == INPUT),

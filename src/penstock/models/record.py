@@ -62,6 +62,15 @@ class Leaf(NamedTuple):
     gradient: bool = False
     size: tuple[int, ...] = ()
 
+    @property
+    def outermost(self) -> str:
+        """The name of its type."""
+        return (
+            type(self.value).__name__
+            if self.kind == "constant"
+            else {"opaque": str(self.value)}.get(self.kind, "tensor")
+        )
+
 
 class Value(NamedTuple):
     """The structure of what a module returns.
@@ -73,6 +82,18 @@ class Value(NamedTuple):
 
     spec: str
     leaves: tuple[Leaf, ...]
+
+    @property
+    def structure(self) -> pytree.TreeSpec:
+        """The nesting."""
+        return _spec(self.spec) if self.spec else _LEAF
+
+    @property
+    def outermost(self) -> str:
+        """The name of the type of the whole value."""
+        if self.spec:
+            return str(getattr(self.structure.type, "__name__", self.structure.type))
+        return self.leaves[0].outermost
 
     def build(self, leaves: list[Any]) -> Any:
         """Return a value with these leaves."""
@@ -136,6 +157,11 @@ class Call(NamedTuple):
     inner_calls: tuple[InnerCall, ...] = ()
     given: tuple[str, ...] = ()
 
+    @property
+    def all_feeds(self) -> list[Source]:
+        """What it was given, and what that was computed from."""
+        return [*self.feeds, *(source for argument in self.arguments for source in argument.sources)]
+
 
 class Checkpoint(NamedTuple):
     """An activation checkpoint that glue puts around calls.
@@ -157,6 +183,7 @@ class Record(NamedTuple):
         result: the sources of the model's output.
         positional: the positional inputs.
         keywords: the names of the keyword inputs.
+        keyword_leaves: what each of them was: its leaves, by where they are in it.
         draws: the names of the modules whose glue has drawn random numbers, by the number of the draw.
         is_random: whether anything was drawn.
         changed: values that are changed in place after they were computed.
@@ -168,6 +195,7 @@ class Record(NamedTuple):
     result: tuple[Source, ...]
     positional: tuple[Value, ...]
     keywords: tuple[str, ...]
+    keyword_leaves: tuple[tuple[tuple[str, Leaf], ...], ...]
     draws: tuple[str, ...] = ()
     is_random: bool = False
     changed: tuple[Source, ...] = ()
@@ -187,6 +215,7 @@ class Record(NamedTuple):
                 _read_sources(data["result"]),
                 tuple(map(_read_value, data["positional"])),
                 tuple(data["keywords"]),
+                tuple(tuple((path, _read_leaf(leaf)) for path, leaf in one) for one in data["keyword_leaves"]),
                 tuple(data["draws"]),
                 bool(data["is_random"]),
                 _read_sources(data["changed"]),
@@ -195,6 +224,9 @@ class Record(NamedTuple):
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SplitError(f"the record of the probe is damaged: {error!r}") from None
+
+
+_LEAF: Final = pytree.tree_structure(0)
 
 
 @lru_cache(maxsize=256)

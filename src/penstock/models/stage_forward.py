@@ -15,20 +15,17 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SplitError
+from penstock.models.call_checks import CallChecks, ResultChecks, Shapes, input_rules
 from penstock.models.edges import leaf_of, name_of
 from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Leaf, Source, Value, dtype_of
 from penstock.models.sources import wrap_forward
-from penstock.models.values import actual_shape, arguments_of, describe_shape, dtype_name, leaves_of, tensors_of
+from penstock.models.values import actual_shape, arguments_of, dtype_name, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from penstock.models.plan import Plan
     from penstock.models.units import Units
-
-#: Keyword arguments that change what the forward returns, not what it computes.
-_HARMLESS: Final = frozenset({"return_dict"})
-
 
 _AGAIN: Final = "split the model again with example=(args, kwargs) like the ones it is called with"
 
@@ -50,6 +47,7 @@ class _Run:
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.dtypes: dict[str, torch.dtype] = {}
         self.versions: dict[Source, int] = {}
+        self.shapes: Shapes = {}
 
 
 class StageForward:
@@ -67,6 +65,8 @@ class StageForward:
         self._poison = poison
         self._run: _Run | None = None
         self._model = model
+        self._checks, self._result_checks = CallChecks(model, plan), ResultChecks(plan)
+        self._rules = input_rules(plan) if plan.stage else {}
         self._inner_modules: dict[str, nn.Module] = {}
 
     def install(self, units: Units) -> None:
@@ -96,10 +96,11 @@ class StageForward:
             return forward(*args, **kwargs)
         self._check_mode()
         received, args = self._accept(args)
-        self._check_keywords(kwargs)
+        shapes = self._checks.check(args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in self._unneeded}
         run = self._run = _Run(received, [*received.values(), *tensors_of((args, kwargs))])
         run.dtypes = {leaf.dtype: value.dtype for leaf, value in zip(self._leaves, received.values(), strict=True)}
+        run.shapes = shapes
         try:
             if self._plan.stage:
                 args = self._positional(run)
@@ -132,34 +133,24 @@ class StageForward:
                 "it, call model.train() and split it with an example that it can be trained on"
             )
 
-    def _check_keywords(self, kwargs: dict[str, Any]) -> None:
-        for name, value in kwargs.items():
-            is_known = name in self._plan.record.keywords or name in _HARMLESS or value is None or value is False
-            if not is_known and not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(value)):
-                raise SplitError(
-                    f"the keyword argument {name}={value!r} was not part of the example that the model was split with; "
-                    "split it again with example=(args, kwargs) that has it",
-                    unit=name,
-                )
-
     def _positional(self, run: _Run) -> tuple[Any, ...]:
         """Return the positional inputs: received, or dummies, since only the first stage gets them."""
         return tuple(self._input(run, number, value) for number, value in enumerate(self._plan.record.positional))
 
     def _input(self, run: _Run, number: int, value: Value) -> Any:
-        known = [torch.empty(leaf.size, device="meta") for leaf in self._leaves]
         leaves: list[Any] = []
         tensors = 0
         for leaf in value.leaves:
             if leaf.kind != "tensor":
                 leaves.append(leaf.value if leaf.kind == "constant" else None)
                 continue
-            source = Source(INPUT, number, tensors, f"args[{number}]")
-            tensors += 1
-            shape = actual_shape(leaf, list(run.received.values()), describe_shape(leaf.size, known))
-            leaves.append(
-                run.received[source] if source in run.received else self._fill(run, leaf, shape, run.device, "")
-            )
+            place, tensors = (number, tensors), tensors + 1
+            tensor = run.received.get(Source(INPUT, *place, f"args[{number}]"))
+            if tensor is None:
+                shape = actual_shape(leaf, list(run.received.values()), self._rules[place])
+                tensor = self._fill(run, leaf, shape, run.device, "")
+            run.shapes[place] = tensor.shape
+            leaves.append(tensor)
         return value.build(leaves)
 
     def _call(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -182,6 +173,7 @@ class StageForward:
             result = forward(*args, **kwargs)
         finally:
             run.is_inside = False
+        self._result_checks.check(number, given, result)
         if number in self._returning:
             for leaf, tensor in enumerate(pytree.tree_leaves(result)):
                 self._capture(run, Source(OUTPUT, number, leaf), tensor)
@@ -312,17 +304,18 @@ class StageForward:
 
     def _results(self, run: _Run, args: tuple[Any, ...]) -> Any:
         """Return the values to send, in order."""
-        values = []
+        values: dict[Source, torch.Tensor] = {}
         for source in self._returned:
             if source.kind == INPUT:
-                values.append(tensors_of(args[source.call])[source.leaf])
+                values[source] = tensors_of(args[source.call])[source.leaf]
             elif source not in run.captured:
                 raise SplitError(
                     f"stage {self._plan.stage} has run without computing {name_of(self._plan.record, source)}; {_AGAIN}"
                 )
             else:
-                values.append(self._unchanged(run, source))
-        return values[0] if len(values) == 1 else tuple(values)
+                values[source] = self._unchanged(run, source)
+        self._checks.check_sent(values, run.shapes)
+        return next(iter(values.values())) if len(values) == 1 else tuple(values.values())
 
     def _unchanged(self, run: _Run, source: Source) -> torch.Tensor:
         value = run.captured[source]
