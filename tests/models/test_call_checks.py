@@ -238,7 +238,7 @@ DIFFERENT = {
         SameWidth,
         ((IDS[:, :4],), {}),
         ((IDS,), {}),
-        "args[0] has size 7 in dimension 1, which stage 2 cannot tell from layers.1, whose shape is [2, 4]",
+        "args[0] has size 7 in dimension 1, which stage 2 cannot derive from layers.1, whose shape is [2, 4]",
     ),
     "result of another shape": (
         Shrinks,

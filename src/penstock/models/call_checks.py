@@ -1,6 +1,6 @@
 """Refuses calls of a stage that differ from the probe's, since then other values may be needed elsewhere.
 
-Sizes may change where every stage can tell how. Each microbatch costs comparisons of whole numbers and types only.
+Sizes may change where every stage can follow them. Each microbatch costs comparisons of whole numbers and types only.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class CallChecks:
             if actual_size((0, *size.rule), expected, [value]) != expected:
                 name, source = f"args[{size.place[0]}]", name_of(self._plan.record, size.source)
                 raise SplitError(
-                    f"{name} has size {expected} in dimension {size.dimension}, which stage {size.target} cannot tell "
-                    f"from {source}, whose shape is {list(value.shape)}; {_AS_KEYWORD}, or {_AGAIN}",
+                    f"{name} has size {expected} in dimension {size.dimension}, which stage {size.target} cannot "
+                    f"derive from {source}, whose shape is {list(value.shape)}; {_AS_KEYWORD}, or {_AGAIN}",
                     unit=name,
                 )
 
