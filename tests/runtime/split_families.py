@@ -55,7 +55,9 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mixed, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        # Without a bias: that of the keys has a gradient of nothing but rounding errors, which AdamW would enlarge.
+        self.mixed = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
