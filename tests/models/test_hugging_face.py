@@ -4,13 +4,17 @@ import pytest
 import torch
 
 import penstock as ps
+from models import small_configs
 from models.hugging_face import FAMILIES, batch, build
 from models.in_turn import assert_complete, assert_equal
-from penstock.errors import SplitError
+from penstock.errors import SplitError, StageError
 from penstock.models.loss import count_labels, count_shifted
 from penstock.models.split import Split
+from penstock.runtime import Pipeline, run_in_threads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+HALVES = (slice(2), slice(2, 4))
 
 
 def loss_of(output):
@@ -57,6 +61,60 @@ def test_the_loss_is_a_mean_over_the_labels_that_count(family, weight):
     assert weights[0] != weights[1]
     assert float((losses * weights).sum() / weights.sum()) == pytest.approx(float(expected), rel=1e-6)
     assert float(losses.mean()) != pytest.approx(float(expected), rel=1e-6)
+
+
+UNSHIFTED = ["BartForCausalLM", "MarianForCausalLM", "WhisperForCausalLM", "XLNetLMHeadModel"]
+
+
+@pytest.mark.parametrize("name", [*UNSHIFTED, "OPTForCausalLM"])
+def test_the_loss_is_measured_and_not_named(name):
+    model = small_configs.build(name, "causal").eval()
+    loss = ps.split(model, stages=2).loss
+    kind, config = type(model), model.config
+    assert ps.split(lambda: kind(config), stages=2).loss == loss
+    ids = batch("llama", 4, 12)["input_ids"]
+    labels = ids.clone()
+    labels[:2, 3:] = -100
+    with torch.no_grad():
+        losses = torch.stack([model(input_ids=ids[part], labels=labels[part]).loss for part in HALVES])
+        expected = model(input_ids=ids, labels=labels).loss
+    weights = torch.stack([loss.weight(labels[part]) for part in HALVES])
+    assert weights.tolist() == ([6, 24] if name in UNSHIFTED else [4, 22])
+    assert float((losses * weights).sum() / weights.sum()) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_an_ignored_sample_does_not_count():
+    import transformers
+
+    config = transformers.BertConfig(**FAMILIES["bert"][1], num_labels=5)
+    model = transformers.BertForSequenceClassification(config).double().eval()
+    loss = ps.split(model, stages=2).loss
+    ids, labels = batch("bert", 4, 8)["input_ids"], torch.tensor([3, -100, 4, 1])
+    with torch.no_grad():
+        losses = torch.stack([model(input_ids=ids[part], labels=labels[part]).loss for part in HALVES])
+        expected = model(input_ids=ids, labels=labels).loss
+    weights = torch.stack([loss.weight(labels[part]) for part in HALVES])
+    assert float((losses * weights).sum() / weights.sum()) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_a_loss_that_fits_nothing_has_no_weight():
+    class PerSequence(type(build("llama"))):
+        def forward(self, input_ids=None, labels=None, attention_mask=None):
+            output = super().forward(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+            output.loss = output.loss * (labels != -100).sum() / len(labels)
+            return output
+
+    model = PerSequence(build("llama").config)
+    split = ps.split(model, stages=2)
+    assert split.loss.weight is None
+    schedule = ps.build("GPipe", ranks=2, microbatches=2)
+
+    def build_pipeline(transport):
+        with pytest.raises(StageError, match="loss_weight go together; pass both"):
+            Pipeline(split, schedule, transport=transport)
+        return True
+
+    assert run_in_threads(build_pipeline, 2) == [True, True]
 
 
 def test_the_loss_of_other_models():

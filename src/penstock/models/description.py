@@ -28,6 +28,7 @@ class Description(NamedTuple):
         shared: groups of names that refer to one parameter.
         uncalled: units that the probe has not seen called.
         unread: parameters of containers that nothing has read.
+        loss: what the loss of the model is a mean over; None if it computes none.
     """
 
     layout: tuple[tuple[str, ...], ...]
@@ -39,6 +40,7 @@ class Description(NamedTuple):
     shared: tuple[tuple[str, ...], ...] = ()
     uncalled: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    loss: str | None = None
 
     @property
     def digest(self) -> str:
@@ -63,6 +65,7 @@ class Description(NamedTuple):
             "shared": [list(names) for names in self.shared],
             "uncalled": list(self.uncalled),
             "unread": list(self.unread),
+            "loss": self.loss,
         }
 
     @classmethod
@@ -85,6 +88,7 @@ class Description(NamedTuple):
                 _tuples(data["shared"]),
                 tuple(data["uncalled"]),
                 tuple(data["unread"]),
+                data["loss"],
             )
         except (KeyError, TypeError, ValueError) as error:
             raise SplitError(f"the description of the split is damaged: {error!r}") from None

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
 #: Labels with this value are left out of the mean, as in torch's cross entropy.
 IGNORED = -100
@@ -31,16 +29,14 @@ class ModelLoss(NamedTuple):
     target: str
 
 
-def model_loss(model: nn.Module) -> ModelLoss | None:
-    """Return the loss of a Hugging Face model that takes ``labels``; None for any other model.
+def model_loss(kind: str | None) -> ModelLoss | None:
+    """Return the loss of a model that computes it from ``labels``; None for any other model.
 
-    Causal models compare a label with the output before it, so the first label of each sequence does not count.
+    Args:
+        kind: what the loss is a mean over, as ``measure_loss`` finds it. For ``UNKNOWN`` there is no weight, so a
+            pipeline asks for one.
     """
-    kind = _kind(model)
-    if kind is None:
-        return None
-    weight = {"shifted": count_shifted, "labels": count_labels, "samples": count_samples}[kind]
-    return ModelLoss(loss_of, "weighted", weight, "labels")
+    return None if kind is None else ModelLoss(loss_of, "weighted", WEIGHTS.get(kind), "labels")
 
 
 def loss_of(output: Any, *_: Any) -> torch.Tensor:
@@ -68,25 +64,21 @@ def count_labels(labels: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def count_samples(labels: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Count the samples.
+    """Count the samples; a class may be left out, a number or a set of classes may not.
 
-    >>> count_samples(torch.tensor([1, 0, 2]))
-    tensor(3)
+    >>> count_samples(torch.tensor([1, -100, 2])), count_samples(torch.tensor([0.5, -100.0]))
+    (tensor(2), tensor(2))
     """
-    return torch.tensor(len(labels))
+    return torch.tensor(len(labels)) if labels.is_floating_point() else count_labels(labels)
 
 
-def _kind(model: nn.Module) -> str | None:
-    name = type(model).__name__
-    config = getattr(model, "config", None)
-    if config is None or "loss_function" not in dir(type(model)):
-        return None
-    if name.endswith(("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")):
-        return "samples"
-    if getattr(config, "is_encoder_decoder", False) and name.endswith("ForConditionalGeneration"):
-        return "labels"
-    if name.endswith(("ForMaskedLM", "ForTokenClassification")):
-        return "labels"
-    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-        return "shifted"
-    return None
+#: What a loss is a mean over: the labels after the first of each sequence, all labels, or samples.
+SHIFTED: Final = "shifted"
+LABELS: Final = "labels"
+SAMPLES: Final = "samples"
+UNKNOWN: Final = "unknown"
+WEIGHTS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    SHIFTED: count_shifted,
+    LABELS: count_labels,
+    SAMPLES: count_samples,
+}

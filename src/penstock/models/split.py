@@ -20,6 +20,7 @@ from penstock.models.holdings import declared_ties, find_holdings, group_names, 
 from penstock.models.inputs import example_for
 from penstock.models.layout import shorten
 from penstock.models.loss import ModelLoss, model_loss
+from penstock.models.measure_loss import measure_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
 from penstock.models.modes import preserved_modes
 from penstock.models.plan import Plan
@@ -88,6 +89,8 @@ def split(
     if example is not None and not is_plain(base):
         record = examine(base, units, *_checked_example(example))
     description = _describe(base, units, record, choose_layout(base, units, record, stages, layout, costs))
+    if example is not None:
+        description = description._replace(loss=measure_loss(base, *_checked_example(example)))
     made = Split(base, units, description, source)
     if check and example is not None:
         made.check(example)
@@ -134,7 +137,7 @@ class Split:
     @property
     def loss(self) -> ModelLoss | None:
         """The loss as the model computes it, if it is known how."""
-        return model_loss(self.model)
+        return model_loss(self.description.loss)
 
     def stages(self, rank: int | None = None, placement: Placement | None = None) -> dict[int, nn.Module]:
         """Make the modules of stages, which share parameters with the model and keep their names.
