@@ -303,6 +303,42 @@ def test_defaults_may_be_written_out_or_left_out():
     assert torch.equal(run(split, X), expected)
 
 
+class Decides(Layers):
+    """The values of a keyword input decide whether the first layer is read again at the end."""
+
+    def forward(self, x, weights):
+        first = self.layers[0](x)
+        hidden = self.layers[2](self.layers[1](first))
+        return self.layers[3](hidden + first if weights.sum() > 0 else hidden)
+
+
+def test_a_value_that_was_not_sent_is_not_zero():
+    model = Decides()
+    split = ps.split(model, stages=4, example=((X,), {"weights": -torch.ones(3)}))
+    assert torch.equal(run(split, X, weights=-torch.ones(5)), model(X, -torch.ones(5)))
+    assert run(split, X, weights=torch.ones(3)).isnan().all()
+
+
+class OverwritesAView(Layers):
+    """What a stage receives is a view of what the parent has computed, also with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        both = (first * self.scale + self.layers[1](first)).view(-1, 4)
+        return self.layers[3](self.layers[2](both)) * self.scale
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_no_gradient_comes_from_a_value_that_was_not_sent(stages):
+    model = OverwritesAView()
+    split = ps.split(model, stages=stages, example=((X,), {}))
+    assert_equal(split, model, [((X,), {}), ((rows(5, 4),), {})], squares)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "mixtral"])
 def test_masks_and_positions_of_hugging_face_models_come_and_go(family):

@@ -84,6 +84,11 @@ def leaf_of(record: Record, source: Source) -> Leaf:
     return next(argument.tensor for argument in call.arguments if argument.leaf == source.leaf)
 
 
+def is_view(record: Record, argument: Source) -> bool:
+    """Return whether an argument of a call is a view of another tensor."""
+    return next(one.is_view for one in record.calls[argument.call].arguments if one.leaf == argument.leaf)
+
+
 def is_differentiable(record: Record, source: Source) -> bool:
     """Return whether a gradient goes back to a value."""
     return leaf_of(record, source).gradient

@@ -211,7 +211,7 @@ class _Probe:
         is_random = any(source.kind == RANDOM for source in sources)
         if computed + is_random > 1 and computed and _fills_its_memory(tensor):
             sources |= self._tracker.decisions
-            call.arguments.append(Argument(leaf, _sorted(sources), describe_tensor(tensor)))
+            call.arguments.append(Argument(leaf, _sorted(sources), describe_tensor(tensor), tensor._is_view()))
             sources = frozenset({Source(ARGUMENT, number, leaf)})
             self._tracker.mark(tensor, sources)
         call.feeds |= sources

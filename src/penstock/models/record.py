@@ -107,11 +107,13 @@ class Argument(NamedTuple):
         leaf: its number among the tensors of the call.
         sources: what it was computed from.
         tensor: what it is.
+        is_view: whether it is a view of another tensor.
     """
 
     leaf: int
     sources: tuple[Source, ...]
     tensor: Leaf
+    is_view: bool = False
 
 
 class Inner(NamedTuple):
@@ -273,7 +275,7 @@ def _read_call(data: Any) -> Call:
         is_glue,
         _read_value(value),
         _read_sources(feeds),
-        tuple(Argument(leaf, _read_sources(sources), _read_leaf(tensor)) for leaf, sources, tensor in arguments),
+        tuple(Argument(leaf, _read_sources(found), _read_leaf(t), is_view) for leaf, found, t, is_view in arguments),
         tuple(
             Inner(tuple((name, number, leaf) for name, number, leaf in places), _read_leaf(t)) for places, t in inner
         ),

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SplitError
 from penstock.models.call_checks import CallChecks, ResultChecks, Shapes, input_rules
-from penstock.models.edges import leaf_of, name_of
+from penstock.models.edges import is_view, leaf_of, name_of
 from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Leaf, Source, Value, dtype_of
 from penstock.models.sources import wrap_forward
 from penstock.models.values import actual_shape, arguments_of, dtype_name, tensors_of
@@ -63,6 +63,9 @@ class StageForward:
         self._end, self._unneeded = plan.end, plan.unneeded & _optional(model)
         self._changed = frozenset(plan.record.changed)
         self._poison = poison
+        # A gradient of zero goes back from an overwritten view, and zero times NaN would be NaN.
+        overwritten = {source for source in self._received if source.kind == ARGUMENT}
+        self._is_poisonous = not any(is_view(plan.record, source) for source in overwritten)
         self._run: _Run | None = None
         self._model = model
         self._checks, self._result_checks = CallChecks(model, plan), ResultChecks(plan)
@@ -256,7 +259,8 @@ class StageForward:
 
     def _fill(self, run: _Run, leaf: Leaf, shape: Sequence[int], device: torch.device, unit: str) -> torch.Tensor:
         dtype = self._dtype(run, leaf)
-        is_poisoned = unit in self._poison and (dtype.is_floating_point or dtype.is_complex)
+        is_poisoned = unit in self._poison if self._poison else self._is_poisonous
+        is_poisoned &= dtype.is_floating_point or dtype.is_complex
         dummy = torch.full(tuple(shape), float("nan") if is_poisoned else 0, dtype=dtype, device=device)
         if not self._poison:
             run.dummies[id(dummy)] = dummy
