@@ -60,6 +60,15 @@ class Hidden(Chain):
         return self.layers[2](self.layers[1](x) * factor)
 
 
+class FailsOnNan(Hidden):
+    """Its own code fails on what a stage must not read."""
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        count = round(ctypes.c_float.from_address(first.data_ptr()).value)
+        return self.layers[2](self.layers[1](x) * count)
+
+
 class Locked(Chain):
     def __init__(self):
         super().__init__()
@@ -138,6 +147,13 @@ ERRORS = {
     "loop": (Loop, {"stages": 3}, "is called 3 times, in a loop", r"layers\.\d"),
     "loop by name": (Loop, {"layout": names([0], [1, 2])}, "'layers.0' is called in a loop", "layers.0"),
     "missed value": (Hidden, {"layout": names([0], [1], [2])}, "a stage reads a value of 'layers.0'", "layers.0"),
+    "failure": (
+        FailsOnNan,
+        {"layout": names([0], [1], [2])},
+        "a stage reads a value of 'layers.0' that was not found to be needed there (it fails with ValueError: cannot "
+        "convert float NaN to integer)",
+        "layers.0",
+    ),
     "state": (Locked, {"stages": 2}, "layers.1 has state that cannot be copied", "layers.1"),
     "opaque": (Boxed, {"stages": 3}, "'layers.0' on stage 0 returns a Box", "layers.0"),
     "ties of different shapes": (
