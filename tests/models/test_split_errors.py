@@ -165,7 +165,7 @@ ERRORS = {
     "unknown tie": (
         Chain,
         {"stages": 2, "ties": [("layers.0.weight", "layers.1.wieght")]},
-        "ties= names 'layers.1.wieght', which is no parameter; did you mean layers.1.weight",
+        "ties= names 'layers.1.wieght', which is not a parameter; did you mean layers.1.weight",
         "layers.1.wieght",
     ),
     "one name in a tie": (Chain, {"stages": 2, "ties": ["layers.0.weight"]}, "a tie is at least two names", None),

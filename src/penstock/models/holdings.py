@@ -116,7 +116,7 @@ def declared_ties(model: nn.Module, ties: Iterable[Sequence[str]]) -> dict[int, 
         for name in tie:
             if name not in parameters:
                 raise SplitError(
-                    f"ties= names {name!r}, which is no parameter{near_matches(name, parameters)}", unit=name
+                    f"ties= names {name!r}, which is not a parameter{near_matches(name, parameters)}", unit=name
                 )
         if mismatch := _mismatch([(name, parameters[name]) for name in tie]):
             raise SplitError(mismatch, unit=tie[1])

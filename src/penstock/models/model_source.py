@@ -13,7 +13,7 @@ from penstock.models.construction import checked_model, construct, named_tensors
 from penstock.models.initialization import initialize
 from penstock.models.materialize import materialize_model
 from penstock.models.meta_forward import MetaForward
-from penstock.models.tree_copy import copy_tree
+from penstock.models.tree_copy import copy_tree, make_stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -94,6 +94,5 @@ def examination(model: nn.Module) -> Iterator[None]:
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    filled = torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
+    filled = make_stand_in(tensor, device)
     return nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled

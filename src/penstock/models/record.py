@@ -225,7 +225,9 @@ class Record(NamedTuple):
                 bool(data["is_eval_only"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise SplitError(f"the record of the probe is damaged: {error!r}") from None
+            raise SplitError(
+                f"the description of the split is damaged: its record of the probe cannot be read ({error!r})"
+            ) from None
 
 
 _LEAF: Final = pytree.tree_structure(0)

@@ -1,4 +1,4 @@
-"""Checks a split by running it: stage by stage in this process, with NaN wherever a stage must not look."""
+"""Checks a split by running it: stage by stage in this process, with NaN for all that a stage must not read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def has_nan(value: Any) -> bool:
     return any(bool(tensor.isnan().any()) for tensor in tensors_of(value) if tensor.is_floating_point())
 
 
-def missed(unit: str | None, difference: str) -> SplitError:
+def make_error(unit: str | None, difference: str) -> SplitError:
     """Return the error for a split that does not compute what the model does."""
     if unit is None:
         return SplitError(

@@ -24,7 +24,7 @@ from penstock.models.measure_loss import measure_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
 from penstock.models.modes import preserved_modes
 from penstock.models.plan import Plan
-from penstock.models.self_check import find_difference, has_nan, missed, run_stages
+from penstock.models.self_check import find_difference, has_nan, make_error, run_stages
 from penstock.models.sequential import is_plain, sequential_stage
 from penstock.models.stage_module import make_stage
 from penstock.models.tree_copy import copy_tree
@@ -273,7 +273,7 @@ class Split:
             return
         culprits = () if has_nan(expected) else names
         culprit = next((name for name in culprits if self._is_read(name, args, kwargs)), None)
-        raise missed(culprit, difference)
+        raise make_error(culprit, difference)
 
     def _difference(
         self, poison: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any], expected: Any

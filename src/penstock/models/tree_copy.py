@@ -50,7 +50,7 @@ def strip(module: nn.Module, name: str) -> None:
     tensors: Any = module._parameters if name in module._parameters else module._buffers
     tensor = tensors.pop(name)
     module._non_persistent_buffers_set.discard(name)
-    vars(module)[name] = None if tensor is None else _stand_in(tensor)
+    vars(module)[name] = None if tensor is None else make_stand_in(tensor)
 
 
 def keep_device_and_dtype(module: nn.Module, original: nn.Module, root: nn.Module) -> None:
@@ -63,7 +63,7 @@ def keep_device_and_dtype(module: nn.Module, original: nn.Module, root: nn.Modul
     """
     if next(module.parameters(), None) is not None or not isinstance(getattr(type(module), "dtype", None), property):
         return
-    stand_ins = [_stand_in(parameter) for parameter in original.parameters()]
+    stand_ins = [make_stand_in(parameter) for parameter in original.parameters()]
     vars(module)["parameters"] = _StandIns(root, stand_ins, next((one.dtype for one in root.parameters()), None))
 
 
@@ -89,9 +89,10 @@ def tensors_held(module: nn.Module) -> list[str]:
     return [*module._parameters, *module._buffers]
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def make_stand_in(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Make a tensor of the same shape without memory; its values are NaN, or 0 if they are integers."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    device = "cpu" if tensor.is_meta else tensor.device
+    device = device or (torch.device("cpu") if tensor.is_meta else tensor.device)
     return torch.full((), value, dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
