@@ -84,6 +84,21 @@ def test_a_decision_by_an_earlier_stage(kind):
     assert_equal(split, model, [((rows(scale=0.1),), {}), ((rows(scale=50.0),), {})], squares)
 
 
+class ReadsLate(Layers):
+    """A stage ends before the number matters, but computes it, too."""
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        second = self.layers[1](x)
+        return self.layers[2](second * int(100 * first.abs().sum()))
+
+
+def test_a_number_that_a_stage_reads_in_vain():
+    model = build(ReadsLate)
+    split = ps.split(model, stages=3, example=((rows(),), {}))
+    assert_equal(split, model, [((rows(1),), {}), ((rows(2),), {})], squares)
+
+
 class ReadsInputs(Layers):
     def forward(self, x, mask=None, labels=None):
         if not mask.all():

@@ -114,6 +114,7 @@ class _Probe:
                 result = self._model(*args, **kwargs)
                 writes.check()
                 self._check_calls()
+                self._feed_decisions()
                 found = self._union(tensors_of(result)) | self._tracker.decisions
         return self._record(found, args, kwargs)
 
@@ -186,6 +187,7 @@ class _Probe:
     ) -> Any:
         tracker, number = self._tracker, len(self._calls)
         tracker.checkpoints.enter(number, name)
+        self._feed_decisions()
         found = arguments_of(args, kwargs).items()
         given = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor) or type(leaf) is int}
         call = _Call(name, is_glue, tuple(given), list(given.values()), set(tracker.decisions))
@@ -200,6 +202,16 @@ class _Probe:
             tracker.call = None
         call.feeds |= tracker.reads.get(number, set())
         return self._leave(call, number, result)
+
+    def _feed_decisions(self) -> None:
+        """Let the latest call need what glue has read behind it: its stage still runs that glue."""
+        latest = len(self._calls) - 1
+        if latest >= 0:
+            self._calls[latest].feeds |= {
+                source
+                for source in self._tracker.decisions
+                if source.kind in (INPUT, PARAMETER) or (source.kind != RANDOM and source.call < latest)
+            }
 
     def _enter(self, call: _Call, number: int, leaf: int, tensor: torch.Tensor) -> None:
         """Note what an argument was computed from; with several sources, it becomes a source itself.
