@@ -173,7 +173,12 @@ DIFFERENT = {
         ((X,), {"options": {"on": False, "scale": 3.0}}),
         "options has options.on in the example, but has options.on, options.scale now",
     ),
-    "positional number": (Scaled, ((X, 1.0), {}), ((X, 2.0), {}), "args[1] was 1.0 in the example, but is 2.0 now"),
+    "positional number": (
+        Scaled,
+        ((X, 1.0), {}),
+        ((X, 2.0), {}),
+        "args[1] was 1.0 in the example, but is 2.0 now; make it a tensor if it changes",
+    ),
     "positional None": (
         Scaled,
         ((X, 1.0, None), {}),

@@ -111,7 +111,7 @@ class CallChecks:
             raise _differs(name, f"has {', '.join(expected)}", f"has {', '.join(found)}")
         for path, leaf in expected.items():
             if (mismatch := find_mismatch(leaf, found[path])) is not None:
-                raise _differs(path, *mismatch)
+                raise _differs(path, *mismatch, leaf)
 
     def _check_positional(self, args: tuple[Any, ...]) -> Shapes:
         expected = self._plan.record.positional
@@ -128,7 +128,7 @@ class CallChecks:
                 raise _differs(name, f"is a {value.outermost}", f"is {_brief(argument)}")
             for leaf, one in zip(value.leaves, leaves, strict=True):
                 if (mismatch := find_mismatch(leaf, one)) is not None:
-                    raise _differs(name, *mismatch)
+                    raise _differs(name, *mismatch, leaf)
             shapes.update(((number, at), tensor.shape) for at, tensor in enumerate(tensors_of(argument)))
         for place, dimension, size in self._fixed:
             if shapes[place][dimension] != size:
@@ -229,10 +229,12 @@ def _input_source(place: tuple[int, int]) -> Source:
     return Source(INPUT, *place, f"args[{place[0]}]")
 
 
-def _differs(name: str, recorded: str, given: str) -> SplitError:
+def _differs(name: str, recorded: str, given: str, leaf: Leaf | None = None) -> SplitError:
     unit = name.removeprefix("what ").removesuffix(" returns")
-    advice = f"; {_AS_KEYWORD}, or {_AGAIN}" if name.startswith("args[") else f"; {_AGAIN}"
-    return SplitError(f"{name} {recorded} in the example, but {given} now{advice}", unit=unit)
+    advice = f"{_AS_KEYWORD}, or {_AGAIN}" if name.startswith("args[") else _AGAIN
+    if leaf is not None and type(leaf.value) in (int, float):
+        advice = f"make it a tensor if it changes from call to call, passed by keyword, or {_AGAIN}"
+    return SplitError(f"{name} {recorded} in the example, but {given} now; {advice}", unit=unit)
 
 
 def _is_same(value: Any, default: Any) -> bool:

@@ -15,11 +15,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import SplitError
-from penstock.models.call_checks import CallChecks, ResultChecks, Shapes, input_rules
-from penstock.models.edges import is_view, leaf_of, name_of
-from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Leaf, Source, Value, dtype_of
+from penstock.models.call_checks import CallChecks, ResultChecks
+from penstock.models.dummies import Dummies, Run
+from penstock.models.edges import leaf_of, name_of
+from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Source
 from penstock.models.sources import wrap_forward
-from penstock.models.values import actual_shape, arguments_of, dtype_name, tensors_of
+from penstock.models.values import arguments_of, dtype_name, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,22 +35,6 @@ class _Stop(BaseException):
     """Ends a forward behind the last unit of a stage; not an Exception, which models may catch."""
 
 
-class _Run:
-    """The state of one forward of a stage."""
-
-    def __init__(self, received: dict[Source, torch.Tensor], tensors: list[torch.Tensor]) -> None:
-        self.received = received
-        self.captured: dict[Source, torch.Tensor] = {}
-        self.next_call = 0
-        self.is_inside = False
-        self.inner_count: dict[tuple[int, str], int] = {}
-        self.dummies: dict[int, torch.Tensor] = {}
-        self.device = tensors[0].device if tensors else torch.device("cpu")
-        self.dtypes: dict[str, torch.dtype] = {}
-        self.versions: dict[Source, int] = {}
-        self.shapes: Shapes = {}
-
-
 class StageForward:
     """Runs the forward of a copied model as one stage."""
 
@@ -62,14 +47,10 @@ class StageForward:
         self._returning = {source.call for source in plan.sent if source.kind == OUTPUT}
         self._end, self._unneeded = plan.end, plan.unneeded & _optional(model)
         self._changed = frozenset(plan.record.changed)
-        self._poison = poison
-        # A gradient of zero goes back from an overwritten view, and zero times NaN would be NaN.
-        overwritten = {source for source in self._received if source.kind == ARGUMENT}
-        self._is_poisonous = not any(is_view(plan.record, source) for source in overwritten)
-        self._run: _Run | None = None
+        self._dummies = Dummies(plan, poison)
+        self._run: Run | None = None
         self._model = model
         self._checks, self._result_checks = CallChecks(model, plan), ResultChecks(plan)
-        self._rules = input_rules(plan) if plan.stage else {}
         self._inner_modules: dict[str, nn.Module] = {}
 
     def install(self, units: Units) -> None:
@@ -101,12 +82,12 @@ class StageForward:
         received, args = self._accept(args)
         shapes = self._checks.check(args, kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in self._unneeded}
-        run = self._run = _Run(received, [*received.values(), *tensors_of((args, kwargs))])
+        run = self._run = Run(received, [*received.values(), *tensors_of((args, kwargs))])
         run.dtypes = {leaf.dtype: value.dtype for leaf, value in zip(self._leaves, received.values(), strict=True)}
         run.shapes = shapes
         try:
             if self._plan.stage:
-                args = self._positional(run)
+                args = self._dummies.inputs(run)
             result = forward(*args, **kwargs)
         except _Stop:
             result = None
@@ -135,26 +116,6 @@ class StageForward:
                 "the model was examined in eval mode, since it could not run the example in training mode; to train "
                 "it, call model.train() and split it with an example that it can be trained on"
             )
-
-    def _positional(self, run: _Run) -> tuple[Any, ...]:
-        """Return the positional inputs: received, or dummies, since only the first stage gets them."""
-        return tuple(self._input(run, number, value) for number, value in enumerate(self._plan.record.positional))
-
-    def _input(self, run: _Run, number: int, value: Value) -> Any:
-        leaves: list[Any] = []
-        tensors = 0
-        for leaf in value.leaves:
-            if leaf.kind != "tensor":
-                leaves.append(leaf.value if leaf.kind == "constant" else None)
-                continue
-            place, tensors = (number, tensors), tensors + 1
-            tensor = run.received.get(Source(INPUT, *place, f"args[{number}]"))
-            if tensor is None:
-                shape = actual_shape(leaf, list(run.received.values()), self._rules[place])
-                tensor = self._fill(run, leaf, shape, run.device, "")
-            run.shapes[place] = tensor.shape
-            leaves.append(tensor)
-        return value.build(leaves)
 
     def _call(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of this stage, or stand in for another one."""
@@ -190,7 +151,7 @@ class StageForward:
                 unit=name,
             )
 
-    def _exchange_arguments(self, run: _Run, number: int, given: list[Any]) -> None:
+    def _exchange_arguments(self, run: Run, number: int, given: list[Any]) -> None:
         """Take the arguments that are to be sent, and overwrite those that were received."""
         for argument in self._calls[number].arguments:
             source = Source(ARGUMENT, number, argument.leaf)
@@ -199,7 +160,7 @@ class StageForward:
             elif source in run.received and isinstance(given[argument.leaf], torch.Tensor):
                 self._overwrite(run, number, given[argument.leaf], run.received[source])
 
-    def _overwrite(self, run: _Run, number: int, dummy: torch.Tensor, value: torch.Tensor) -> None:
+    def _overwrite(self, run: Run, number: int, dummy: torch.Tensor, value: torch.Tensor) -> None:
         if dummy.shape != value.shape or dummy.dtype != value.dtype:
             raise SplitError(
                 f"stage {self._plan.stage} received {dtype_name(value)}{list(value.shape)} for the input of "
@@ -214,7 +175,7 @@ class StageForward:
             dummy.copy_(value)
         run.dummies.pop(id(dummy), None)
 
-    def _capture(self, run: _Run, source: Source, value: Any) -> None:
+    def _capture(self, run: Run, source: Source, value: Any) -> None:
         if source not in self._sent:
             return
         name = name_of(self._plan.record, source)
@@ -231,44 +192,17 @@ class StageForward:
         run.captured[source] = value.clone() if source in self._changed else value
         run.versions[source] = _version(run.captured[source])
 
-    def _stand_in(self, run: _Run, number: int, given: list[Any]) -> Any:
+    def _stand_in(self, run: Run, number: int, given: list[Any]) -> Any:
         """Return what a unit of another stage would: received values, arguments it passes through, and dummies."""
         call = self._calls[number]
         self._show_inner(run, number, call, given)
         leaves = [
             run.received[source]
             if (source := Source(OUTPUT, number, position)) in run.received
-            else self._leaf(run, leaf, given, call.unit)
+            else self._dummies.leaf(run, leaf, given, call.unit)
             for position, leaf in enumerate(call.value.leaves)
         ]
         return call.value.build(leaves)
-
-    def _leaf(self, run: _Run, leaf: Leaf, given: Sequence[Any], unit: str) -> Any:
-        if leaf.kind == "constant":
-            return leaf.value
-        if leaf.kind == "passed":
-            return given[leaf.value]
-        if leaf.kind == "opaque":
-            return None
-        shape, dtype = actual_shape(leaf, given), self._dtype(run, leaf)
-        device = next((one.device for one in given if isinstance(one, torch.Tensor)), run.device)
-        for one in given:
-            if id(one) in run.dummies and list(one.shape) == shape and one.dtype == dtype:
-                return one
-        return self._fill(run, leaf, shape, device, unit)
-
-    def _fill(self, run: _Run, leaf: Leaf, shape: Sequence[int], device: torch.device, unit: str) -> torch.Tensor:
-        dtype = self._dtype(run, leaf)
-        is_poisoned = unit in self._poison if self._poison else self._is_poisonous
-        is_poisoned &= dtype.is_floating_point or dtype.is_complex
-        dummy = torch.full(tuple(shape), float("nan") if is_poisoned else 0, dtype=dtype, device=device)
-        if not self._poison:
-            run.dummies[id(dummy)] = dummy
-        return dummy
-
-    def _dtype(self, run: _Run, leaf: Leaf) -> torch.dtype:
-        """Return the element type of a dummy: the recorded one, unless the model has been converted since."""
-        return run.dtypes.get(leaf.dtype) or dtype_of(leaf.dtype)
 
     def _inner(self, forward: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take what a module inside a unit of this stage returns."""
@@ -285,7 +219,7 @@ class StageForward:
                     self._capture(run, Source(INNER, number, position), tensor)
         return result
 
-    def _show_inner(self, run: _Run, number: int, call: Call, given: Sequence[Any]) -> None:
+    def _show_inner(self, run: Run, number: int, call: Call, given: Sequence[Any]) -> None:
         """Call the modules whose outputs were received, so that hooks see these outputs."""
         received = {
             place: run.received[source]
@@ -301,12 +235,14 @@ class StageForward:
             if all(leaf is _MISSING for leaf in leaves):
                 continue
             filled = [
-                self._leaf(run, inner_call.value.leaves[position], given, call.unit) if leaf is _MISSING else leaf
+                self._dummies.leaf(run, inner_call.value.leaves[position], given, call.unit)
+                if leaf is _MISSING
+                else leaf
                 for position, leaf in enumerate(leaves)
             ]
             _call_with_result(self._inner_modules[inner_call.module], inner_call.value.build(filled))
 
-    def _results(self, run: _Run, args: tuple[Any, ...]) -> Any:
+    def _results(self, run: Run, args: tuple[Any, ...]) -> Any:
         """Return the values to send, in order."""
         values: dict[Source, torch.Tensor] = {}
         for source in self._returned:
@@ -321,7 +257,7 @@ class StageForward:
         self._checks.check_sent(values, run.shapes)
         return next(iter(values.values())) if len(values) == 1 else tuple(values.values())
 
-    def _unchanged(self, run: _Run, source: Source) -> torch.Tensor:
+    def _unchanged(self, run: Run, source: Source) -> torch.Tensor:
         value = run.captured[source]
         if _version(value) != run.versions[source]:
             name = name_of(self._plan.record, source)
