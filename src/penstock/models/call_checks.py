@@ -184,6 +184,9 @@ class ResultChecks:
         if number not in self._watched:
             return
         call = self._calls[number]
+        if not call.value.spec and call.value.leaves[0].kind == "tensor" and isinstance(result, torch.Tensor):
+            self._check_tensor(call.unit, call.value.leaves[0], result, given if self._watched[number][0] else None)
+            return
         leaves, spec = pytree.tree_flatten(result)
         if call.value.structure != spec:
             raise _differs(f"what {call.unit} returns", f"is a {call.value.outermost}", f"is {_brief(result)}")
