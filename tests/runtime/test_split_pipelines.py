@@ -181,6 +181,27 @@ def test_a_loss_that_is_given_counts_for_itself(language_model):
         torch.testing.assert_close(losses, torch.stack(wanted).detach())
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn divides by")  # which a sum does not expect
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+def test_a_reduction_that_is_given_beside_the_loss_of_the_model(language_model, reduction):
+    """The weight of the model counts with its own reduction alone."""
+    batch = text_batch()
+
+    def work(pipe):
+        pipe.step(**batch)
+        return dict(pipe.named_parameters())
+
+    found = in_threads(language_model, schedule_of(), work, loss_reduction=reduction)[0]
+    whole = copy.deepcopy(language_model)
+    parts = [{name: value.split([3, 2])[part] for name, value in batch.items()} for part in range(2)]
+    weights = torch.stack([(part["labels"][:, 1:] != -100).sum() for part in parts])
+    shares = weights / weights.sum() if reduction == "weighted" else torch.ones(2)
+    for share, part in zip(shares, parts, strict=True):
+        (share * whole(**part).loss).backward()
+    name = next(name for name in found if "ln_1" in name)
+    torch.testing.assert_close(found[name].grad, whole.get_parameter(name).grad, rtol=0, atol=1e-8)
+
+
 def test_check_parity_of_a_split(language_model):
     """The embedding and the head are a tie."""
     for parity in in_threads(language_model, schedule_of(), lambda pipe: pipe.check_parity(**text_batch())):

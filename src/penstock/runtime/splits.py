@@ -133,9 +133,9 @@ def collect_parts(
     )
     if loss is None or loss_fn is not None:
         return parts
-    return parts._replace(
-        loss_fn=loss.loss_fn, reduction=loss_reduction or loss.reduction, weight=loss_weight or loss.weight
-    )
+    reduction = loss_reduction or loss.reduction
+    weight = loss.weight if reduction == loss.reduction else None
+    return parts._replace(loss_fn=loss.loss_fn, reduction=reduction, weight=loss_weight or weight)
 
 
 def add_edges(schedule: Schedule, edges: Iterable[Edge], giver: str) -> Schedule:
