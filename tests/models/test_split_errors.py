@@ -24,6 +24,31 @@ class Chain(nn.Module):
         return x
 
 
+class StoredOutput(Chain):
+    """The first layer returns a value, and stores it where the last one finds it, which has a default."""
+
+    class Layer(nn.Linear):
+        def __init__(self, store):
+            super().__init__(4, 4)
+            self.store = store
+
+        def forward(self, x):
+            result = super().forward(x)
+            if "first" not in self.store:
+                self.store["first"] = result
+                return result
+            return result + self.store.get("first", 0)
+
+    def __init__(self):
+        super().__init__()
+        self.store = {}
+        self.layers = nn.ModuleList([self.Layer(self.store), nn.Linear(4, 4), self.Layer(self.store)])
+
+    def forward(self, x):
+        self.store.clear()
+        return super().forward(x)
+
+
 class SharedDictionary(Chain):
     """The first layer stores a value that the last one reads."""
 
@@ -142,6 +167,12 @@ ERRORS = {
         SharedDictionary,
         {"stages": 3},
         "'layers.1' on stage 1 reads a value that 'layers.0' on stage 0 has stored instead of returning it",
+        "layers.0",
+    ),
+    "side channel of an output": (
+        StoredOutput,
+        {"stages": 3},
+        "'layers.2' on stage 2 reads a value that 'layers.0' on stage 0 has stored instead of returning it",
         "layers.0",
     ),
     "loop": (Loop, {"stages": 3}, "is called 3 times, in a loop", r"layers\.\d"),

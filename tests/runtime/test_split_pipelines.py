@@ -207,3 +207,38 @@ def test_check_parity_of_a_split(language_model):
     for parity in in_threads(language_model, schedule_of(), lambda pipe: pipe.check_parity(**text_batch())):
         assert not parity.wrong
         assert parity.largest < 1e-6
+
+
+def test_keywords_that_only_some_ranks_pass_are_refused(language_model):
+    """A mask that is missing on a rank would be missing in its layers, without an error."""
+    batch = text_batch()
+    mask = torch.ones_like(batch["input_ids"])
+
+    def work(pipe):
+        pipe.step(**batch, **({"attention_mask": mask} if pipe.has_first else {}))
+
+    with pytest.raises(
+        (StageError, StepError), match=r"passed the keyword arguments .*attention_mask|attention_mask.* to"
+    ):
+        in_threads(language_model, schedule_of("1F1B"), work)
+
+
+def test_keywords_that_change_after_the_first_step_are_refused(language_model):
+    batch = text_batch()
+
+    def work(pipe):
+        pipe.step(**batch)
+        pipe.step(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
+
+    message = "got the keyword arguments attention_mask, input_ids, but input_ids in the first step"
+    with pytest.raises((StageError, StepError), match=message):
+        in_threads(language_model, schedule_of("1F1B"), work)
+
+
+@pytest.mark.parametrize("given", [{}, {"target": torch.zeros(5, 6)}])
+def test_labels_are_asked_for_by_name(language_model, given):
+    ids = text_batch()["input_ids"]
+    with pytest.raises(
+        (StageError, StepError), match="the model computes its loss from labels=, but the rank of the last"
+    ):
+        in_threads(language_model, schedule_of("1F1B"), lambda pipe: pipe.step(input_ids=ids, **given))

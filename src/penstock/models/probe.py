@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 #: Values of these kinds are computed on a stage, and may be sent to others.
 COMPUTED: Final = frozenset({OUTPUT, ARGUMENT, INNER})
+#: How many references there are to a tensor of a result in ``_is_stored``, unless it is stored elsewhere too.
+_OF_A_RESULT: Final = 5
 
 
 def probe(model: nn.Module, units: Units, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
@@ -96,6 +99,7 @@ class _Probe:
         self._tracker = SourceTracker()
         self._calls: list[_Call] = []
         self._random_glue: set[str] = set()
+        self._storing: set[int] = set()
         self._install()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
@@ -195,13 +199,21 @@ class _Probe:
         for leaf, tensor in enumerate(call.given):
             if isinstance(tensor, torch.Tensor):
                 self._enter(call, number, leaf, tensor)
+        known = frozenset().union(*(tracker.of(leaf) for leaf in call.given if isinstance(leaf, torch.Tensor)))
         tracker.call = number
         try:
             result = forward(*args, **kwargs)
         finally:
             tracker.call = None
-        call.feeds |= tracker.reads.get(number, set())
+        call.feeds |= {self._as_found(source, known) for source in tracker.reads.get(number, set())}
+        if any(_is_stored(leaf) for leaf in pytree.tree_leaves(result)):
+            self._storing.add(number)
         return self._leave(call, number, result)
+
+    def _as_found(self, source: Source, known: Sources) -> Source:
+        """Return what a call has read; a value that is not in its arguments may be one that another unit has stored."""
+        is_stored = source.kind == OUTPUT and source.call in self._storing and source not in known
+        return Source(INSIDE, source.call) if is_stored else source
 
     def _feed_decisions(self) -> None:
         """Let the latest call need what glue has read behind it: its stage still runs that glue."""
@@ -361,3 +373,8 @@ def _own_parameters(module: nn.Module) -> set[int]:
 def _tensors_by_name(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Return every parameter and buffer with its first name."""
     return [*module.named_parameters(), *module.named_buffers()]
+
+
+def _is_stored(leaf: Any) -> bool:
+    """Return whether anything but the result of a call refers to a tensor of it."""
+    return isinstance(leaf, torch.Tensor) and getrefcount(leaf) > _OF_A_RESULT

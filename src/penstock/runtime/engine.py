@@ -34,6 +34,7 @@ from penstock.runtime.losses import check_reduction, find_shares
 from penstock.runtime.program_cache import PER_MICROBATCH, ProgramCache, check_shapes, model_with_headers
 from penstock.runtime.setup_checks import check_ranks_agree, check_stages, collect_stages
 from penstock.runtime.shared_losses import broadcast_losses
+from penstock.runtime.split_keywords import SplitKeywords
 from penstock.runtime.splits import collect_parts
 from penstock.runtime.ties import Ties, describe_options
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
@@ -169,6 +170,8 @@ class Engine:
             self.scaling = None if scaler is None else Scaling(scaler, self.stages, transport)
             needs_loss = self.loss_fn is None and not self.is_forward_only
             check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
+            of_model = loss_fn is None and parts.target is not None and not self.is_forward_only
+            self._keywords = SplitKeywords(parts.target, is_required=of_model) if parts.digest else None
             common = {"split": parts.digest} | self._common_options() | describe_options(parts.ties, check_ties_every)
             check_ranks_agree(transport, self.schedule, common)
             self.ties = Ties(parts.ties, self.stages, schedule.placement.rank_of, transport, check_ties_every)
@@ -245,6 +248,8 @@ class Engine:
             raise StageError(
                 "step() computes gradients, so it cannot run under torch.inference_mode(); call eval() instead"
             )
+        if self._keywords is not None:
+            self._keywords.check(kwargs, self.transport, has_last=self.has_last)
         varying = self.programs.links is None or self._shapes == PER_MICROBATCH
         batch = self.batches.of_step(args, kwargs, target, varying=varying)
         program: Runnable = self.programs.training(batch, self.customize)
