@@ -26,7 +26,7 @@ class _Region:
 
 
 class CheckpointRegions:
-    """The checkpoints of one forward, told apart by their frames on the stack."""
+    """The checkpoints of one forward, distinguished by their frames on the stack."""
 
     def __init__(self) -> None:
         self._regions: dict[FrameType, _Region] = {}
