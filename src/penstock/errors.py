@@ -11,6 +11,7 @@
     │   ├── ModelError             an unknown communication model
     │   └── VerificationError      a schedule that would not run correctly; holds the findings
     ├── CostsError               invalid costs: negative, too few               (also a ValueError)
+    ├── PlanError                costs, sizes or a memory limit for which nothing can be planned  (also a ValueError)
     ├── UnknownScheduleError     a name that is not in the registry             (also a LookupError)
     ├── ReadError                text or a file that cannot be parsed           (also a ValueError)
     │   ├── ScheduleSyntaxError    a cell that is not an action, a line that is not a row
@@ -127,6 +128,32 @@ class CostsError(PenstockError, ValueError):
         super().__init__(message)
         self.field = field
         self.value = value
+
+
+class PlanError(PenstockError, ValueError):
+    """Something that cannot be planned: a memory limit that nothing fits, more stages than layers.
+
+    Attributes:
+        field: the argument in question.
+        value: its value.
+        smallest: the smallest memory limit for which there is a plan, if that is what is wrong.
+        rank: the rank that needs it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        value: Any = None,
+        smallest: float | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.field = field
+        self.value = value
+        self.smallest = smallest
+        self.rank = rank
 
 
 class UnknownScheduleError(PenstockError, LookupError):

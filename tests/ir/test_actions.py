@@ -86,7 +86,7 @@ def test_an_empty_cell_is_idle_but_no_action(text):
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reported"),
     [
         ((-1, F, 0), "stage_index must be between 0"),
         ((0, F, -1), "microbatch_index must be between 0"),
@@ -108,8 +108,8 @@ def test_an_empty_cell_is_idle_but_no_action(text):
         ),
     ],
 )
-def test_fields_that_do_not_go_together(fields, told):
-    with pytest.raises(ActionError, match=told.replace("(", r"\(")):
+def test_fields_that_do_not_go_together(fields, reported):
+    with pytest.raises(ActionError, match=reported.replace("(", r"\(")):
         Action(*fields)
 
 
@@ -164,7 +164,7 @@ def test_replacing_a_field_keeps_the_peer():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("0F0@3", "only SEND_F, RECV_F, SEND_B, RECV_B exchange with a peer; a F action got 3"),
         ("0UNSHARD@3", "a UNSHARD action got 3"),
@@ -183,7 +183,7 @@ def test_replacing_a_field_keeps_the_peer():
         ("(0F0;1SEND_F0@3)OVERLAP_F_B", "an overlap can only contain F, B, I and W actions"),
     ],
 )
-def test_a_peer_that_cannot_be(text, told):
+def test_a_peer_that_cannot_be(text, reported):
     with pytest.raises(ScheduleSyntaxError) as caught:
         parse_cell(text)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)

@@ -175,7 +175,7 @@ def test_a_grid_as_written_reads_back(schedule):
 
 
 @pytest.mark.parametrize(
-    ("text", "place", "told"),
+    ("text", "place", "reported"),
     [
         ("rank 0: 0F0 0Q0", (1, 2), "'0Q0' is not an action"),
         ("0F0\n\n1F0 2F0garbage", (3, 2), "'2F0garbage' is not an action"),
@@ -192,8 +192,8 @@ def test_a_grid_as_written_reads_back(schedule):
         (b"0F0", (None, None), "a grid must be text"),
     ],
 )
-def test_text_that_is_no_grid(text, place, told):
-    with pytest.raises(ScheduleSyntaxError, match=told) as caught:
+def test_text_that_is_no_grid(text, place, reported):
+    with pytest.raises(ScheduleSyntaxError, match=reported) as caught:
         Schedule.from_text(text)
     assert (caught.value.row, caught.value.cell) == place
 

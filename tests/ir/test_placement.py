@@ -25,7 +25,7 @@ def test_explicit_and_unequal():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reported"),
     [
         (lambda: Placement.from_rows([[0, 1], [1, 2]]), "stage 1 is on rank 0 and on rank 1"),
         (lambda: Placement.from_rows([[0], [2]]), "no rank holds stage 1"),
@@ -35,8 +35,8 @@ def test_explicit_and_unequal():
         (lambda: Placement((0, -1), 2), "stage 1 is placed on rank -1"),
     ],
 )
-def test_impossible_placements(make, told):
-    with pytest.raises(PlacementError, match=told):
+def test_impossible_placements(make, reported):
+    with pytest.raises(PlacementError, match=reported):
         make()
 
 

@@ -117,7 +117,7 @@ def test_what_is_given_stands_even_if_the_actions_disagree():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "told"),
+    ("make", "error", "reported"),
     [
         (lambda: Schedule([]), ScheduleError, "at least one rank"),
         (lambda: Schedule({0: ["0F0"], 2: ["1F0"]}), ScheduleError, "none for rank 1"),
@@ -141,8 +141,8 @@ def test_what_is_given_stands_even_if_the_actions_disagree():
         (lambda: Schedule.from_codes([np.array([16])]), ScheduleError, "the codes are not those of actions"),
     ],
 )
-def test_mistakes(make, error, told):
-    with pytest.raises(error, match=told):
+def test_mistakes(make, error, reported):
+    with pytest.raises(error, match=reported):
         make()
 
 
@@ -197,7 +197,7 @@ def test_edges_are_content():
 
 
 @pytest.mark.parametrize(
-    ("edges", "told"),
+    ("edges", "reported"),
     [
         ([(1, [0])], "an edge from stage 1 to stage 0 goes backwards"),
         ([(0, [7])], "edge 0>7 does not fit stages 0 to 1"),
@@ -205,9 +205,9 @@ def test_edges_are_content():
         (7, "edges must be a list of Edge, got 7"),
     ],
 )
-def test_edges_that_cannot_be(edges, told):
+def test_edges_that_cannot_be(edges, reported):
     for make in (lambda: Schedule(ROWS, edges=edges), lambda: Schedule(ROWS).with_edges(edges)):
-        with pytest.raises(EdgeError, match=told):
+        with pytest.raises(EdgeError, match=reported):
             make()
 
 

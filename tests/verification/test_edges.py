@@ -22,7 +22,7 @@ def test_nothing_is_wrong_with_it():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "reported"),
     [
         (
             " 2RECV_F0@0",
@@ -53,10 +53,10 @@ def test_nothing_is_wrong_with_it():
         ("edges: 0>1,2 0>3/F 1>2 2>3", "", "0SEND_F0@2 has no edge to go over: there is none from stage 0 to stage 2"),
     ],
 )
-def test_every_kind(old, new, told):
+def test_every_kind(old, new, reported):
     assert RIGHT.count(old) == 1
     findings = found(RIGHT.replace(old, new))
-    assert any(told in str(finding) for finding in findings), [str(finding) for finding in findings]
+    assert any(reported in str(finding) for finding in findings), [str(finding) for finding in findings]
 
 
 def test_without_its_sends_and_receives_a_link_is_named():

@@ -27,7 +27,7 @@ def test_nothing_is_wrong_with_it():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "reported"),
     [
         ("0F1 ", "", "rank 0: 0F1 is missing; add it to rank 0"),
         ("1B0 ", "", "rank 1: 1B0 is missing; add it to rank 1"),
@@ -68,17 +68,17 @@ def test_nothing_is_wrong_with_it():
         ("0REDUCE_GRAD", "", "rank 0: 0REDUCE_GRAD is missing, although other stages have one; add it to rank 0"),
     ],
 )
-def test_every_kind(old, new, told):
+def test_every_kind(old, new, reported):
     assert RIGHT.count(old) == 1
     findings = found(RIGHT.replace(old, new))
-    assert any(told in str(finding) for finding in findings), [str(finding) for finding in findings]
+    assert any(reported in str(finding) for finding in findings), [str(finding) for finding in findings]
     for finding in findings:
         assert finding.rank in (0, 1)
         assert finding.action is not None
 
 
 @pytest.mark.parametrize(
-    ("row", "told", "marks"),
+    ("row", "reported", "marks"),
     [
         (
             "0F0 0F1 0B0 0B1 0RESHARD",
@@ -110,9 +110,9 @@ def test_every_kind(old, new, told):
         ),
     ],
 )
-def test_sharding_is_told_once_by_its_cause(row, told, marks):
+def test_sharding_is_reported_once_by_its_cause(row, reported, marks):
     (finding,) = ps.check(ps.Schedule([row.split()]))
-    assert str(finding).endswith(f": {told}")
+    assert str(finding).endswith(f": {reported}")
     assert list(finding.marks) == marks
 
 
@@ -156,7 +156,7 @@ def test_memory():
 
 
 @pytest.mark.parametrize(
-    ("row", "limit", "told"),
+    ("row", "limit", "reported"),
     [
         ("0F0 0B0", 0, "0F0 brings the rank to 1 activation; the limit is 0; raise the limit: no B or W"),
         ("0F0 0I0 0F1 0W0 0B1", 1, "run 0W0 before it: an I releases nothing, only a B or W does"),
@@ -165,9 +165,9 @@ def test_memory():
         ("0F0 0F1", 1, "0F1 brings the rank to 2 activations; the limit is 1; raise the limit"),
     ],
 )
-def test_what_would_release_memory(row, limit, told):
+def test_what_would_release_memory(row, limit, reported):
     (finding,) = ps.check(ps.Schedule([row.split()]), memory_limit=limit)
-    assert told in str(finding)
+    assert reported in str(finding)
 
 
 def test_the_peak_of_each_rank():
@@ -176,7 +176,7 @@ def test_the_peak_of_each_rank():
     assert peaks(ActionTable(idle)) == [2, 0]
 
 
-def test_a_deadlock_is_told_as_a_cycle_and_marked():
+def test_a_deadlock_is_reported_as_a_cycle_and_marked():
     text = """
         rank 0: 0F0 0F1 0SEND_F0 0SEND_F1
         rank 1: 1RECV_F1 1RECV_F0 1F0 1F1
@@ -294,7 +294,7 @@ def test_far_too_few_actions_for_the_microbatches():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (("never",), "use 'rendezvous', 'bounded(1)'"),
         (("bounded(0)",), "unknown buffering"),
@@ -303,10 +303,10 @@ def test_far_too_few_actions_for_the_microbatches():
         ((3,), "unknown buffering"),
     ],
 )
-def test_models_that_there_are_not(arguments, told):
+def test_unknown_models(arguments, reported):
     with pytest.raises(ps.ModelError) as caught:
         ps.CommModel(*arguments)
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 def test_two_defects_at_once():
@@ -353,7 +353,7 @@ SMALL = ps.build("1F1B", ranks=2, microbatches=2)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "told"),
+    ("call", "error", "reported"),
     [
         (lambda: ps.lower(HUGE), ps.VerificationError, "0F0 is missing, as are most others"),
         (lambda: ps.safe_models(HUGE), ps.ScheduleError, "need far more actions than the schedule has"),
@@ -379,8 +379,8 @@ SMALL = ps.build("1F1B", ranks=2, microbatches=2)
         (lambda: ps.CommModel("eager", np.array([1, 2])), ps.ModelError, "unknown lanes"),
     ],
 )
-def test_odd_arguments(call, error, told):
-    with pytest.raises(error, match=told):
+def test_odd_arguments(call, error, reported):
+    with pytest.raises(error, match=reported):
         call()
 
 

@@ -52,13 +52,14 @@ _TYPES: Final = (None, *ComputationType)
 TYPE_NUMBER: Final = {kind: number for number, kind in enumerate(_TYPES) if kind is not None}
 _SIDE: Final = np.array([0 if kind is None else PEER_SIDE.get(kind, 0) for kind in _TYPES])
 
-#: The valid combinations of a type, the joined bit, and whether there is a microbatch.
+#: Which combinations of a type, the joined bit, and whether there is a microbatch, are valid.
 _FORM_MASK: Final = JOINED | _TYPE_MASK
-_WITH_MICROBATCH: Final = _FORM_MASK + 1
-_FORMS: Final = {IDLE, *(TYPE_NUMBER[kind] for kind in SHARDING)}.union(
-    (_WITH_MICROBATCH | number for kind, number in TYPE_NUMBER.items() if kind not in (OVERLAP_F_B, *SHARDING)),
-    (_WITH_MICROBATCH | JOINED | TYPE_NUMBER[kind] for kind in COMPUTE),
-)
+_WITH_MICROBATCH: Final = 1 << _MICROBATCH_SHIFT
+_IS_FORM: Final = np.zeros(2 * _WITH_MICROBATCH, bool)
+_IS_FORM[[IDLE, *(TYPE_NUMBER[kind] for kind in SHARDING)]] = True
+for _kind in {*ComputationType} - {OVERLAP_F_B, *SHARDING}:
+    _IS_FORM[_WITH_MICROBATCH | TYPE_NUMBER[_kind]] = True
+    _IS_FORM[_WITH_MICROBATCH | JOINED | TYPE_NUMBER[_kind]] = _kind in COMPUTE
 _MICROBATCH_BITS: Final = _MICROBATCH_MASK << _MICROBATCH_SHIFT
 _BLOCK: Final = 1 << 15
 
@@ -72,6 +73,7 @@ def kind_mask(kinds: frozenset[ComputationType] | tuple[ComputationType, ...]) -
     return among
 
 
+_IS_COMPUTE: Final = kind_mask(COMPUTE)
 _IS_OTHER: Final = kind_mask(tuple(kind for kind in ComputationType if kind not in COMPUTE))
 
 
@@ -206,24 +208,24 @@ def is_compute_or_idle(codes: Codes) -> NDArray[np.bool_]:
 
 def is_wellformed(codes: Codes, offsets: NDArray[np.int64]) -> bool:
     """Return whether the codes, whose ranks begin at the offsets, are valid actions and overlaps."""
-    forms: set[int] = set()
+    used = 0  # the bits of all codes
     for begin in range(0, len(codes), _BLOCK):  # each block fits into the caches
         block = codes[begin : begin + _BLOCK]
-        counts = np.bincount((block & _FORM_MASK) + (block & _MICROBATCH_BITS > 0) * _WITH_MICROBATCH)
-        forms.update(counts.nonzero()[0].tolist())
-        if block.min() < 0 or not forms <= _FORMS or not _have_peers(block):
+        forms = (block & _FORM_MASK) | np.minimum(block & _MICROBATCH_BITS, _WITH_MICROBATCH)
+        if not _IS_FORM.take(forms).all():
             return False
-    if not any(form & JOINED for form in forms):
+        used |= int(np.bitwise_or.reduce(block))
+    if used < 0 or (used & _HOP_BITS and not _have_peers(codes)):
+        return False
+    if not used & JOINED:
         return True
     begins = offsets[:-1][offsets[:-1] < len(codes)]
     before = codes[(codes & JOINED).nonzero()[0] - 1]
-    return bool(not (codes[begins] & JOINED).any() and kind_mask(COMPUTE)[types(before)].all())
+    return bool(not (codes[begins] & JOINED).any() and _IS_COMPUTE[types(before)].all())
 
 
 def _have_peers(codes: Codes) -> bool:
-    """Return whether only transfers have hops, to stages that can exist."""
-    if not has_hops(codes):
-        return True
+    """Return whether only transfers have hops, to stages that can exist, in codes that have some."""
     far = codes[hops(codes) > 0]
     peer = peers(far)
     return bool(_SIDE[types(far)].all() and peer.min() >= 0 and peer.max() <= LARGEST_STAGE)

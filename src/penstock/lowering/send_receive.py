@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.ir.packed import Codes
     from penstock.ir.schedule import Schedule
 
-#: The types of actions whose output is sent; and by type number, in which direction and by which types of transfer.
-_MAKERS: Final = tuple(kind for transfer in TRANSFERS for kind in transfer.made_by)
+#: By type number, whether the output of such an action is sent, in which direction, and by which types of transfer.
+_IS_MAKER: Final = packed.kind_mask(tuple(kind for transfer in TRANSFERS for kind in transfer.made_by))
 _DIRECTION, _SEND, _RECEIVE = np.zeros((3, len(packed.TYPE_NUMBER) + 1), np.int64)
 for _transfer in TRANSFERS:
     _numbers = [packed.TYPE_NUMBER[kind] for kind in _transfer.made_by]
@@ -52,7 +52,8 @@ def send_receive_with_turns(schedule: Schedule | ActionTable) -> tuple[Schedule,
     A send and its receive share a turn, and so do the sub-actions of an overlap.
     """
     actions = table_of(schedule)
-    rounds, transfers = _rounds(actions), _transfers(actions)
+    transfers = _transfers(actions)
+    rounds = _rounds(actions, transfers)
     offsets = actions.offsets + transfers.sent + transfers.received
     latest = (int(rounds.max(initial=0)) + 1) * actions.schedule.ranks * (transfers.most_at_once + 1)
     codes = np.empty(offsets[-1], np.int64)
@@ -104,7 +105,7 @@ def _made_in_chain(actions: ActionTable) -> tuple[Positions, Positions]:
     """Return the actions whose output goes to another rank, in order, and that rank."""
     makers, receivers = [], []
     for block in blocks(len(actions)):
-        made = packed.kind_mask(_MAKERS).take(actions.kind[block]).nonzero()[0] + block.start
+        made = _IS_MAKER.take(actions.kind[block]).nonzero()[0] + block.start
         if not actions.all_in_range:
             made = made[actions.in_range[made]]
         receiver = actions.rank_of_stage[actions.stages_at(made) + _DIRECTION[actions.kind[made]]]
@@ -180,12 +181,23 @@ def _receives(made: Codes, distance: Positions | int) -> Codes:
     return packed.add_hops(packed.shift_stages(receives, _DIRECTION[kind] * distance), distance - 1)
 
 
-def _rounds(actions: ActionTable) -> Positions:
+def _ends(actions: ActionTable, transfers: _Transfers) -> tuple[Positions, Positions]:
+    """Return the actions that produce and that need what is transferred, as far as both exist."""
+    made = transfers.made
+    direction = _DIRECTION[actions.kind[made]]
+    slots = actions.slots_at(made) + direction * transfers.distance * actions.stride
+    of_values, of_gradients = (actions.first_table(transfer.needed_by)[slots] for transfer in TRANSFERS)
+    needed = np.where(direction > 0, of_values, of_gradients)
+    away = ((needed != NONE) & (actions.rank[needed] != actions.rank[made])).nonzero()[0]
+    return made[away], needed[away]
+
+
+def _rounds(actions: ActionTable, transfers: _Transfers) -> Positions:
     """Return the round in which every cell gets its turn."""
     has_next = np.ones(actions.cells, bool)  # another cell of the same rank follows
     has_next[actions.cell[actions.offsets[actions.offsets > 0] - 1]] = False
     earlier = has_next.nonzero()[0]
-    consumer, producer = actions.remote_inputs()
+    producer, consumer = _ends(actions, transfers)
     # Within a round, lower ranks come first: a higher rank may use their output in the same round.
     rounds = longest_path(
         actions.cells,

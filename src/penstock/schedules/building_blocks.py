@@ -157,7 +157,7 @@ class _Rank:
         """Run a token, which ends at the given tick."""
         number, head = self.done[token], min(self.next)
         if _LIVE[token]:  # from now until its place in the order, it has already run
-            self.live[head + 1 : self.next[token] + 1] += _LIVE[token]
+            self.live[head : self.next[token] + 1] += _LIVE[token]
         if token in self.outputs:
             self.outputs[token][number] = end
         self.done[token] += 1

@@ -14,35 +14,27 @@ from penstock.ir.actions import ComputationType
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from numpy.typing import NDArray
-
     from penstock.ir.packed import Codes
 
-#: The tokens of a pattern, numbered; ``packed.JOINED`` is added for one that runs together with the one before it.
-_TOKENS: Final = {token: number for number, token in enumerate(("F0", "F1", "B0", "B1", "I0", "I1", "W0", "W1", "W"))}
-#: By token number: its first action, on stage 0; and whether it is for the second stage.
-_FIRST, _SECOND = np.zeros((2, 2 * packed.JOINED), np.int64)
+#: The tokens of a pattern, by the sequences in which they count through the microbatches: a full backward and its first
+#: half share one. Weight gradients have sequences of their own, ``W`` one for both stages.
+_SEQUENCES: Final = (("F0",), ("F1",), ("B0", "I0"), ("B1", "I1"), ("W0", "W"), ("W1",))
+_COUNTED: Final = 4
+#: All tokens, numbered; one that runs together with the one before it has a plus.
+_TOKENS: Final = {
+    plus + token: number + joined
+    for plus, joined in (("", 0), ("+", packed.JOINED))
+    for number, token in enumerate(token for sequence in _SEQUENCES for token in sequence)
+}
+#: By the number of a token: its first action, on stage 0; its sequence; whether it is for the second stage; whether it
+#: is an input gradient, which a weight gradient completes.
+_FIRST = np.zeros(2 * packed.JOINED, np.int64)
+_SEQUENCE, _SECOND, _IS_INPUT = (np.zeros(len(_FIRST), kind) for kind in (np.uint8, bool, bool))
 for _token, _number in _TOKENS.items():
-    _either_way = [_number, _number + packed.JOINED]
-    _FIRST[_either_way] = int(packed.pack(0, ComputationType(_token[0]), 0)) + np.array([0, packed.JOINED])
-    _SECOND[_either_way] = _token.endswith("1")
-
-
-def _mask(*tokens: str) -> NDArray[np.bool_]:
-    """Return by token number whether it is one of these tokens."""
-    mask = np.zeros(2 * packed.JOINED, bool)
-    mask[[_TOKENS[token] + joined for token in tokens for joined in (0, packed.JOINED)]] = True
-    return mask
-
-
-#: The tokens that count through the microbatches together: a full backward and its first half share a sequence.
-_SEQUENCES: Final = (_mask("F0"), _mask("F1"), _mask("B0", "I0"), _mask("B1", "I1"))
-#: The weight gradients, and the input gradients that they complete, in the same order.
-_WEIGHTS_AND_INPUTS: Final = (
-    (_mask("W0"), _mask("I0")),
-    (_mask("W1"), _mask("I1")),
-    (_mask("W"), _mask("I0", "I1")),
-)
+    _kind = _token.lstrip("+")[0]
+    _FIRST[_number] = int(packed.pack(0, ComputationType(_kind), 0)) + (_number & packed.JOINED)
+    _SEQUENCE[_number] = [_token.lstrip("+") in sequence for sequence in _SEQUENCES].index(True)
+    _SECOND[_number], _IS_INPUT[_number] = _token.endswith("1"), _kind == "I"
 
 
 def expand_phases(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) -> list[Codes]:
@@ -65,20 +57,19 @@ def expand_phases(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) 
     written = [b"".join([_pattern(text) * times for text, times in phases]) for phases in rows]
     tokens, lengths = np.frombuffer(b"".join(written), np.uint8), [*map(len, written)]
     rank = np.arange(len(rows)).repeat(lengths)
-    microbatch = np.empty(len(tokens), np.int64)
-    for are_counted in _SEQUENCES:
-        counted = are_counted[tokens].nonzero()[0].reshape(len(rows), -1)
-        microbatch[counted] = np.arange(counted.shape[1])
     stage = np.where(_SECOND[tokens], 2 * len(rows) - 1 - rank, rank)
-    for are_weights, are_inputs in _WEIGHTS_AND_INPUTS:
-        weights = are_weights[tokens].nonzero()[0]
-        if len(weights):
-            inputs = are_inputs[tokens].nonzero()[0]
-            stage[weights], microbatch[weights] = stage[inputs], microbatch[inputs]
+    sequence, inputs = _SEQUENCE[tokens], _IS_INPUT[tokens].nonzero()[0]
+    by_sequence, many = sequence.argsort(kind="stable"), len(tokens) - len(inputs)
+    counted, weights = by_sequence[:many].reshape(_COUNTED * len(rows), -1), by_sequence[many:]
+    microbatch = np.empty(len(tokens), np.int64)
+    microbatch[counted] = np.arange(counted.shape[1])
+    if (sequence[weights[-1:]] > _COUNTED).any():  # W0, then W1
+        inputs = inputs[_SECOND[tokens[inputs]].argsort(kind="stable")]
+    stage[weights], microbatch[weights] = stage[inputs], microbatch[inputs]
 
     codes = packed.shift_microbatches(packed.shift_stages(_FIRST[tokens], stage), microbatch)
-    there = microbatch < microbatches
-    if not there.all():
+    if counted.shape[1] > microbatches:
+        there = microbatch < microbatches
         codes, lengths = packed.select(codes, there), np.bincount(rank[there], minlength=len(rows)).tolist()
     return [codes[begin:end] for begin, end in pairwise(accumulate(lengths, initial=0))]
 
@@ -86,5 +77,4 @@ def expand_phases(rows: Sequence[Iterable[tuple[str, int]]], microbatches: int) 
 @cache
 def _pattern(text: str) -> bytes:
     """Return the token numbers of a pattern."""
-    groups = [[_TOKENS[token] for token in group.split("+")] for group in text.split()]
-    return bytes(number + (packed.JOINED if place else 0) for group in groups for place, number in enumerate(group))
+    return bytes(map(_TOKENS.__getitem__, text.replace("+", " +").split()))

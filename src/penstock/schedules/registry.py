@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.ir.schedule import Schedule
-    from penstock.schedules.cost_fitting import StageCosts
+    from penstock.schedules.action_costs import StageCosts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from penstock.graph.action_table import ActionTable
-from penstock.graph.events import REASONS, event_graph, rank_ranges
+from penstock.graph.events import REASONS, event_graph
 from penstock.graph.longest_path import UNREACHED, longest_path
 from penstock.graph.wait_chain import MAX_LINKS, WaitingRank, describe_wait_chain
 from penstock.ir import packed
 from penstock.ir.dependencies import TRANSFER_TYPES
 from penstock.verification.findings import Finding, Problem, action_at, rank_and_step
+from penstock.verification.turns import prove_deadlock_free
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.graph.comm_model import CommModel
-    from penstock.graph.events import EventGraph, RankRange
+    from penstock.graph.events import EventGraph
     from penstock.ir.schedule import Schedule
 
     Ints = NDArray[np.signedinteger[Any]]
@@ -50,11 +51,10 @@ def check_deadlock(
 ) -> Iterator[Problem]:
     """Find a deadlock, and the cycle that explains it.
 
-    The creator of the schedule may pass ``turns``, one per action. If everything that is awaited has an earlier turn
-    than what waits for it, there is no cycle, and the graph need not be walked. ``only_problem`` says that nothing else
-    is wrong with the schedule.
+    The creator of the schedule may pass ``turns``, one per action, which spare the walk through the graph if they prove
+    that there is no cycle. ``only_problem`` says that nothing else is wrong with the schedule.
     """
-    if turns is not None and all(_all_wait_for_earlier(part, model, turns) for part in rank_ranges(actions)):
+    if turns is not None and prove_deadlock_free(actions, model, turns):
         return
     graph = event_graph(actions, model)
     starts = _starts(graph)
@@ -64,20 +64,6 @@ def check_deadlock(
     yield Problem(
         "deadlock", np.zeros(1, np.int64), lambda _: _describe_cycle(actions, cycle, model, only_problem=only_problem)
     )
-
-
-def _all_wait_for_earlier(part: RankRange, model: CommModel, turns: Ints) -> bool:
-    within, cell = turns[part.begin : part.end], part.actions.cell[part.begin : part.end]
-    # The parts of one event must have the same turn, otherwise the turns prove nothing.
-    if ((cell[1:] == cell[:-1]) & (within[1:] != within[:-1])).any():
-        return False
-    if model.capacity == 0 and (turns[part.operation] != turns[part.partner]).any():
-        return False
-    for reason, awaited, waiting in part.edges(model):
-        # A receive may have the same turn as its send: no cycle consists of messages alone.
-        if (turns[awaited] + (reason != "message") > turns[waiting]).any():
-            return False
-    return True
 
 
 def _starts(graph: EventGraph) -> Ints:

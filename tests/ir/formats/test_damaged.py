@@ -25,7 +25,7 @@ def failing(tmp_path, name, content):
 
 
 @pytest.mark.parametrize(
-    ("content", "row", "cell", "told"),
+    ("content", "row", "cell", "reported"),
     [
         ("0F0,0B0\n1F0,2F0garbage\n", 2, 2, "'2F0garbage' is not an action; write e.g. '2F0'"),
         ("0F0,0B0\n1F0,-1F0\n", 2, 2, "'-1F0' is not an action"),
@@ -57,10 +57,10 @@ def failing(tmp_path, name, content):
         ("0F0," + "9" * 200_000 + "F0\n", 1, None, "field larger than field limit"),
     ],
 )
-def test_csv(tmp_path, content, row, cell, told):
+def test_csv(tmp_path, content, row, cell, reported):
     error = failing(tmp_path, "it.csv", content)
     assert (error.row, error.cell) == (row, cell)
-    assert told in str(error)
+    assert reported in str(error)
 
 
 def test_a_whole_last_row_needs_no_line_break(tmp_path):
@@ -113,7 +113,7 @@ GOOD = {"rank": 0, "stages": [0], "actions": ["0F0"]}
 
 
 @pytest.mark.parametrize(
-    ("content", "row", "cell", "told"),
+    ("content", "row", "cell", "reported"),
     [
         (document()[:-30], 1, None, "is not JSON: "),
         ("", None, None, "is empty"),
@@ -151,10 +151,10 @@ GOOD = {"rank": 0, "stages": [0], "actions": ["0F0"]}
         (b"\xff" + document().encode(), 1, None, "is not UTF-8"),
     ],
 )
-def test_json(tmp_path, content, row, cell, told):
+def test_json(tmp_path, content, row, cell, reported):
     error = failing(tmp_path, "it.json", content)
     assert (error.row, error.cell) == (row, cell)
-    assert told in str(error)
+    assert reported in str(error)
 
 
 def test_text(tmp_path):

@@ -35,7 +35,7 @@ def test_every_schedule_in_every_format(tmp_path, recipe, suffix):
     assert ps.read(str(tmp_path / f"it{suffix}")) == schedule
 
 
-def test_json_keeps_what_rows_do_not_tell(tmp_path):
+def test_json_keeps_what_rows_do_not_have(tmp_path):
     schedule = ps.Schedule(
         [["0F0"], []], placement=ps.Placement((0, 1), 2), microbatches=4, metadata={"name": "half", "tags": ["a"]}
     )
@@ -47,14 +47,14 @@ def test_json_keeps_what_rows_do_not_tell(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".csv", ".txt"])
 @pytest.mark.parametrize(
-    ("extra", "told"),
+    ("extra", "reported"),
     [
         ({"microbatches": 4}, "which do not determine the 4 microbatches; write a .json file"),
         ({"placement": ps.Placement.loop(2, 3)}, "which do not determine the placement; write a .json file"),
     ],
 )
-def test_rows_refuse_what_they_would_lose(tmp_path, suffix, extra, told):
-    with pytest.raises(ps.WriteError, match=told):
+def test_rows_refuse_what_they_would_lose(tmp_path, suffix, extra, reported):
+    with pytest.raises(ps.WriteError, match=reported):
         ps.Schedule([["0F0"], ["1F0"]], **extra).write(tmp_path / f"it{suffix}")
     assert list(tmp_path.iterdir()) == []
 
@@ -179,7 +179,7 @@ def test_json_keeps_everything(folder, schedule, data):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "reported"),
     [
         ("it.yaml", "unknown suffix '.yaml'; use *.csv, *.json or *.txt"),
         ("it", "the file name has no suffix"),
@@ -187,13 +187,13 @@ def test_json_keeps_everything(folder, schedule, data):
         ("nul\0.csv", "embedded null byte"),
     ],
 )
-def test_paths_that_do_not_work(tmp_path, name, told):
+def test_paths_that_do_not_work(tmp_path, name, reported):
     with pytest.raises(ps.WriteError) as written:
         ps.build("GPipe", ranks=1, microbatches=1).write(tmp_path / name)
     with pytest.raises(ps.FormatError) as found:
         ps.read(tmp_path / name)
-    assert told in str(written.value)
-    assert told in str(found.value)
+    assert reported in str(written.value)
+    assert reported in str(found.value)
     assert name in str(found.value)
 
 
@@ -232,22 +232,24 @@ def test_how_edges_look(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("edges", "told"),
+    ("edges", "reported"),
     [
         (SKIPS, r"edge 0>1,3 \(x\)"),
         ([Edge(0, (1,)), Edge(1, (2,)), Edge(1, (2,)), Edge(2, (3,))], "two values on one edge"),
         ([Edge(0, (1,)), Edge(2, (3,))], "no edge 1>2"),
     ],
 )
-def test_csv_holds_chains_only(tmp_path, edges, told):
+def test_csv_holds_chains_only(tmp_path, edges, reported):
     schedule = ps.build("ZBVZeroBubble", ranks=2, microbatches=2).with_edges(edges)
-    with pytest.raises(ps.WriteError, match=rf"chains only, but the schedule has {told}; write a \.json or \.txt file"):
+    with pytest.raises(
+        ps.WriteError, match=rf"chains only, but the schedule has {reported}; write a \.json or \.txt file"
+    ):
         schedule.write(tmp_path / "it.csv")
     assert not (tmp_path / "it.csv").exists()
 
 
 @pytest.mark.parametrize(
-    ("edges", "told"),
+    ("edges", "reported"),
     [
         ("1", '"edges" is "1"; it must be a list'),
         ([1], "1 is not an edge; write e.g."),
@@ -258,10 +260,10 @@ def test_csv_holds_chains_only(tmp_path, edges, told):
         ([{"source": 1, "targets": [0]}], "goes backwards"),
     ],
 )
-def test_json_with_bad_edges(tmp_path, edges, told):
+def test_json_with_bad_edges(tmp_path, edges, reported):
     ps.build("GPipe", ranks=2, microbatches=1).write(tmp_path / "it.json")
     document = json.loads((tmp_path / "it.json").read_text())
     (tmp_path / "it.json").write_text(json.dumps({**document, "edges": edges}))
     with pytest.raises(ps.ReadError) as caught:
         ps.read(tmp_path / "it.json")
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
