@@ -20,6 +20,8 @@ costs = st.builds(
     static=amounts,
     input_release=st.just(0.0) | st.floats(1e-9, 1),
     dispatch=numbers,
+    recompute=st.none() | amounts,
+    recompute_activation=st.none() | amounts,
 )
 
 
@@ -145,3 +147,32 @@ def test_what_is_not_costs_or_a_model():
         ps.simulate(schedule, steps=0)
     with pytest.raises(ps.VerificationError, match="1B0 is missing"):
         ps.simulate(ps.Schedule([["0F0", "0B0"], ["1F0"]]))
+
+
+def test_stages_that_recompute_take_longer_and_keep_less():
+    given = ps.Costs(
+        forward=[1, 2, 3], backward_input=4, backward_weight=5, activation=8, recompute_activation=[1, 2, 3]
+    )
+    changed = given.with_recomputation([True, False, True])
+    assert changed.backward_input == (5, 4, 7)
+    assert changed.per_stage("backward", 3).tolist() == [10, 9, 12]
+    assert changed.activation == (1, 8, 3)
+    assert changed.forward == given.forward
+    assert changed.recompute is changed.recompute_activation is None
+
+
+def test_recomputation_counts_in_a_backward_that_is_given_too():
+    given = ps.Costs(backward=7, recompute=[0.5, 2], recompute_activation=0)
+    assert given.with_recomputation([True, True]).backward == (7.5, 9)
+    assert given.with_recomputation([False, False]).per_stage("backward", 2).tolist() == [7, 7]
+
+
+def test_a_rank_shares_what_recomputation_costs_among_its_stages():
+    costs = ps.Costs(recompute=4, recompute_activation=[2, 6]).of_ranks(ps.Placement.v(2, 4))
+    assert (costs.recompute, costs.recompute_activation) == ((2, 2, 2, 2), (1, 3, 3, 1))
+
+
+def test_recomputation_needs_to_know_what_remains_in_memory():
+    with pytest.raises(ps.CostsError, match="recompute_activation"):
+        ps.Costs(recompute=1).with_recomputation([False, True])
+    assert ps.Costs(recompute=1).with_recomputation([False, False]).activation == (1, 1)

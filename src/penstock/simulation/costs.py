@@ -17,7 +17,7 @@ from penstock.errors import CostsError, FormatError, ReadError, WriteError
 from penstock.ir.formats.files import read_text, refuse_duplicate_keys, write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -29,10 +29,18 @@ Amount: TypeAlias = float | tuple[float, ...]
 #: Beyond this, sums and quotients could overflow.
 LARGEST: Final = 1e100
 
-_OF_A_STAGE: Final = (
-    "forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "optimizer", "activation", "static"
+#: The fields with a number per stage that add up, as in a rank; ``input_release`` is a share.
+OF_A_STAGE: Final = (
+    "forward", "backward_input", "backward_weight", "backward", "unshard", "reduce", "optimizer", "activation",
+    "static", "recompute", "recompute_activation",
 )  # fmt: skip
-_OF_AN_EDGE: Final = ("latency", "bandwidth", "activation_bytes", "gradient_bytes", "edge_memory")
+#: The fields with a number per edge.
+OF_AN_EDGE: Final = ("latency", "bandwidth", "activation_bytes", "gradient_bytes", "edge_memory")
+_DEFAULTS: Final = {
+    "backward": ("backward_input", "backward_weight"),
+    "recompute": ("forward",),
+    "recompute_activation": ("activation",),
+}
 _ONE_FOR_ALL: Final = ("dispatch", "overlap")
 
 
@@ -67,6 +75,10 @@ class Costs:
         static: memory that a stage always takes: weights, gradients, optimizer state.
         edge_memory: memory that a value of an edge takes, for one microbatch, on the rank of its target while it waits
             there: from its receive, or from the end of its F on the same rank, until the start of the target's F.
+        recompute: extra time of I or B in a stage that runs its forward again there instead of keeping what it
+            computed; by default the time of F. It counts in ``with_recomputation`` only.
+        recompute_activation: memory that a microbatch then takes instead of ``activation``, which is mostly that of the
+            stage's inputs. By default no stage may recompute. What comes back for the length of a B is not counted.
     """
 
     forward: Amount = 1.0
@@ -86,6 +98,8 @@ class Costs:
     input_release: Amount = 0.0
     static: Amount = 0.0
     edge_memory: Amount = 0.0
+    recompute: Amount | None = None
+    recompute_activation: Amount | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -99,17 +113,17 @@ class Costs:
             raise CostsError(f"{given} no effect without {missing}; pass it too", field=missing)
 
     def per_stage(self, field: str, stages: int) -> NDArray[np.float64]:
-        """Return a field as an array with an entry per stage; ``backward`` with its default filled in."""
-        if field not in (*_OF_A_STAGE, "input_release"):
+        """Return a field as an array with an entry per stage; its default is filled in if other fields decide it."""
+        if field not in (*OF_A_STAGE, "input_release"):
             raise CostsError(f"{field!r} is not a per-stage field", field=field)
         value = getattr(self, field)
-        if field == "backward" and value is None:
-            return self.per_stage("backward_input", stages) + self.per_stage("backward_weight", stages)
+        if value is None:
+            return np.asarray(sum(self.per_stage(each, stages) for each in _DEFAULTS[field]), np.float64)
         return _spread(field, value, stages, "stage")
 
     def per_edge(self, field: str, edges: int) -> NDArray[np.float64]:
         """Return a field as an array with an entry per edge; ``gradient_bytes`` with its default filled in."""
-        if field not in _OF_AN_EDGE:
+        if field not in OF_AN_EDGE:
             raise CostsError(f"{field!r} is not a per-edge field", field=field)
         field = "activation_bytes" if field == "gradient_bytes" and self.gradient_bytes is None else field
         return _spread(field, getattr(self, field), edges, "edge")
@@ -123,9 +137,9 @@ class Costs:
 
     def check(self, stages: int, edges: int | None = None) -> None:
         """Raise ``CostsError`` if the costs are for another number of stages or edges; by default those of a chain."""
-        for field in (*_OF_A_STAGE, "input_release"):
+        for field in (*OF_A_STAGE, "input_release"):
             self.per_stage(field, stages)
-        for field in _OF_AN_EDGE:
+        for field in OF_AN_EDGE:
             if getattr(self, field) is not None:
                 self.per_edge(field, max(stages - 1, 0) if edges is None else edges)
 
@@ -139,13 +153,34 @@ class Costs:
         (1.0, 3.0, 3.0, 1.0)
         """
         counts = np.bincount(placement.rank_of, minlength=placement.ranks)
-        given = {field: getattr(self, field) for field in _OF_A_STAGE if getattr(self, field) is not None}
+        given = {field: getattr(self, field) for field in OF_A_STAGE if getattr(self, field) is not None}
         divided = {
             field: _spread(field, value, placement.ranks, "rank") / np.maximum(counts, 1)
             for field, value in given.items()
         }
         of_stages = {field: value[list(placement.rank_of)] for field, value in divided.items()}
         return Costs.from_dict({**self.to_dict(), **of_stages})
+
+    def with_recomputation(self, stages: Sequence[bool]) -> Costs:
+        """Return the costs if these stages recompute their forward in I or B; the fields for this are then gone.
+
+        >>> costs = Costs(forward=1, backward_input=2, activation=8, recompute_activation=1)
+        >>> costs = costs.with_recomputation([True, False])
+        >>> costs.backward_input, costs.activation
+        ((3.0, 2.0), (1.0, 8.0))
+        """
+        chosen, count = np.asarray(stages, bool), len(stages)
+        if chosen.any() and self.recompute_activation is None:
+            raise CostsError(
+                "recomputation needs recompute_activation: how much memory remains taken", field="recompute"
+            )
+        extra = np.where(chosen, self.per_stage("recompute", count), 0.0)
+        fields_ = [field for field in ("backward_input", "backward") if getattr(self, field) is not None]
+        changed = {field: self.per_stage(field, count) + extra for field in fields_}
+        kept, whole = self.per_stage("recompute_activation", count), self.per_stage("activation", count)
+        changed["activation"] = np.where(chosen, kept, whole)
+        left = {name: value for name, value in self.to_dict().items() if not name.startswith("recompute")}
+        return Costs.from_dict({**left, **changed})
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> Costs:

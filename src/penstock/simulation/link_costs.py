@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from penstock.ir.edges import Edge, Link
     from penstock.ir.schedule import Schedule
     from penstock.simulation.costs import Costs
 
     Ints = NDArray[np.signedinteger[Any]]
     Floats = NDArray[np.float64]
+
+
+class Linked(Protocol):
+    """Stages that are linked by edges, such as those of a schedule."""
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The edges."""
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """What the stages send each other."""
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every stage passes its output to the next one and nowhere else."""
 
 
 class MessageCosts(NamedTuple):
@@ -37,7 +54,7 @@ class LinkCosts(NamedTuple):
     waiting: Floats
 
 
-def link_costs(costs: Costs, schedule: Schedule) -> LinkCosts:
+def link_costs(costs: Costs, schedule: Linked) -> LinkCosts:
     """Return the costs of all links: the bytes of the edges that share one add up, and the largest latency counts."""
     count = len(schedule.edges)
     fields = ("latency", "activation_bytes", "gradient_bytes", "edge_memory")
