@@ -207,7 +207,7 @@ DIFFERENT = {
         Scaled,
         ((), {"x": X}),
         ((X,), {}),
-        "the model is called with 1 positional arguments, but its example had 0",
+        "the model is called with 1 positional argument, but its example had 0; pass x=... by keyword",
     ),
     "number of a unit": (
         lambda: LeavesNumbers(lambda x: x.shape[0]),

@@ -202,7 +202,7 @@ ERRORS = {
     "one name in a tie": (Chain, {"stages": 2, "ties": ["layers.0.weight"]}, "a tie is at least two names", None),
     "neither": (Chain, {}, "pass either stages= or layout=", None),
     "both": (Chain, {"stages": 2, "layout": [[]]}, "pass either stages= or layout=", None),
-    "example": (Chain, {"stages": 2, "example": (torch.ones(2, 4),)}, "example must be (args, kwargs)", None),
+    "example": (Chain, {"stages": 2, "example": (torch.ones(2, 4),)}, "but must be (args, kwargs)", None),
     "bad example": (
         Chain,
         {"stages": 2, "example": ((torch.ones(2, 5),), {})},
@@ -292,3 +292,35 @@ def test_a_description_of_another_model():
 
 def test_tied_models_have_all_modules():
     assert sum(len(stage) for stage in ps.split(Tied(), stages=2, example=((torch.ones(1, 2).long(),), {})).layout) == 5
+
+
+@pytest.mark.parametrize("example", [X[0][0], {"x": X[0][0]}, X])
+def test_an_example_is_what_the_model_is_called_with(example):
+    split = ps.split(Chain(), stages=3, example=example)
+    assert split.layout == (("layers.0",), ("layers.1",), ("layers.2",))
+    split.check(example)
+
+
+@pytest.mark.parametrize("example", [X[0], [X[0][0]], X[0][0].numpy(), {0: X[0][0]}])
+def test_what_is_no_example_is_refused(example):
+    with pytest.raises(SplitError, match=r"must be \(args, kwargs\), a tuple and a dict; write e.g. example="):
+        ps.split(Chain(), stages=3, example=example)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (["layers.0", "layers"], "stage 0 must be a list of names, got 'layers.0'; write e.g. [["),
+        ([["layers"], 1], "stage 1 must be a list of names, got 1; write e.g. [["),
+        (5, "a layout is a list of names for each stage, got 5; write e.g. [["),
+    ],
+)
+def test_a_layout_that_is_no_list_of_lists_is_refused(layout, message):
+    with pytest.raises(SplitError, match=re.escape(message)):
+        ps.split(Chain(), layout=layout, example=X)
+
+
+def test_a_layout_may_be_used_up_or_number_its_stages():
+    expected = (("layers.0",), ("layers.1", "layers.2"))
+    assert ps.split(Chain(), layout=iter([["layers.0"], ["layers.1", "layers.2"]]), example=X).layout == expected
+    assert ps.split(Chain(), layout={0: ["layers.0"], 1: ["layers.1", "layers.2"]}, example=X).layout == expected

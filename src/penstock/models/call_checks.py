@@ -15,7 +15,7 @@ from penstock.errors import SplitError
 from penstock.models.edges import leaf_of, name_of
 from penstock.models.inputs import free_keywords
 from penstock.models.record import INPUT, OUTPUT, Leaf, Source
-from penstock.models.values import actual_shape, actual_size, arguments_of, describe_shape, find_mismatch, tensors_of
+from penstock.models.values import actual_shape, actual_size, describe_shape, find_mismatch, leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,8 +62,9 @@ class CallChecks:
         self._plan = plan
         parameters = inspect.signature(model.forward).parameters.values()
         self._defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
-        self._positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-        self._positional = self._positional[: len(plan.record.positional)]
+        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        count = len(plan.record.positional)
+        self._positional, self._by_keyword = names[:count], names[count:]
         keywords = zip(plan.record.keywords, plan.record.keyword_leaves, strict=True)
         self._expected = {name: dict(leaves) for name, leaves in keywords}
         unneeded = {name for name in plan.unneeded if self._defaults.get(name, "") is None}
@@ -106,20 +107,28 @@ class CallChecks:
                     unit=name,
                 )
             return
-        expected, found = self._expected[name], arguments_of((), {name: value})
+        expected, found = self._expected[name], leaves_by_path((), {name: value})
         if expected.keys() != found.keys():
             raise _differs(name, f"has {', '.join(expected)}", f"has {', '.join(found)}")
         for path, leaf in expected.items():
             if (mismatch := find_mismatch(leaf, found[path])) is not None:
                 raise _differs(path, *mismatch, leaf)
 
+    def _describe_count(self, found: int) -> str:
+        """Describe a wrong number of positional arguments, with those that the example had by keyword."""
+        had = len(self._plan.record.positional)
+        more = self._by_keyword[: found - had] if found > had else []
+        plural = "" if found == 1 else "s"
+        text = f"the model is called with {found} positional argument{plural}, but its example had {had}"
+        if more and all(name in self._expected for name in more):
+            named = ", ".join(f"{name}=..." for name in more)
+            return f"{text}; pass {named} by keyword, on every rank, or {_AGAIN}"
+        return f"{text}; {_AGAIN}"
+
     def _check_positional(self, args: tuple[Any, ...]) -> Shapes:
         expected = self._plan.record.positional
         if len(args) != len(expected):
-            raise SplitError(
-                f"the model is called with {len(args)} positional arguments, but its example had {len(expected)}; "
-                f"{_AGAIN}"
-            )
+            raise SplitError(self._describe_count(len(args)))
         shapes: Shapes = {}
         for number, (value, argument) in enumerate(zip(expected, args, strict=True)):
             name = f"args[{number}]"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.models.plan import Plan
+
+#: What integer dummies are filled with. The self-check compares runs with several numbers: none of them is a NaN.
+INTEGERS: Final = ContextVar("INTEGERS", default=0)
 
 
 class Run:
@@ -82,8 +86,9 @@ class Dummies:
     def _fill(self, run: Run, leaf: Leaf, shape: Sequence[int], device: torch.device, unit: str) -> torch.Tensor:
         dtype = self._dtype(run, leaf)
         is_poisoned = unit in self._poison if self._poison else self._is_poisonous
-        is_poisoned &= dtype.is_floating_point or dtype.is_complex
-        dummy = torch.full(tuple(shape), float("nan") if is_poisoned else 0, dtype=dtype, device=device)
+        can_be_nan = dtype.is_floating_point or dtype.is_complex
+        value = (float("nan") if is_poisoned else 0) if can_be_nan else INTEGERS.get()
+        dummy = torch.full(tuple(shape), value, dtype=dtype, device=device)
         if not self._poison:
             run.dummies[id(dummy)] = dummy
         return dummy

@@ -63,7 +63,7 @@ def find_flow(record: Record, layout: Sequence[Sequence[str]], listed: Collectio
             needs.origin(source),
             tuple(sorted(needs.sent[source])),
             name_of(record, source),
-            is_differentiable(record, source),
+            has_gradient(record, source),
         )
         for source in values
     )
@@ -89,7 +89,7 @@ def is_view(record: Record, argument: Source) -> bool:
     return next(one.is_view for one in record.calls[argument.call].arguments if one.leaf == argument.leaf)
 
 
-def is_differentiable(record: Record, source: Source) -> bool:
+def has_gradient(record: Record, source: Source) -> bool:
     """Return whether a gradient goes back to a value."""
     return leaf_of(record, source).gradient
 

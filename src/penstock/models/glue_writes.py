@@ -31,7 +31,7 @@ class GlueWrites:
             for short, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None:
                     full = f"{name}.{short}" if name else short
-                    tracker.held.setdefault(tracker.memory_of(tensor), (full, id(module) in self._placed))
+                    tracker.held.setdefault(tracker.number_memory(tensor), (full, id(module) in self._placed))
 
     def check(self) -> None:
         """Raise SplitError if glue has written to one of them, or anything to a buffer that all stages have."""

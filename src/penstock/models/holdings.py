@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from penstock.errors import SplitError
-from penstock.execution.ties import Tie, near_matches
-from penstock.execution.value_spec import describe_tensor
+from penstock.execution.ties import Tie, describe_mismatch, near_matches
 from penstock.models.construction import named_tensors
 from penstock.models.units import names_of
 
@@ -118,7 +117,7 @@ def declared_ties(model: nn.Module, ties: Iterable[Sequence[str]]) -> dict[int, 
                 raise SplitError(
                     f"ties= names {name!r}, which is not a parameter{near_matches(name, parameters)}", unit=name
                 )
-        if mismatch := _mismatch([(name, parameters[name]) for name in tie]):
+        if mismatch := describe_mismatch({name: parameters[name] for name in tie}):
             raise SplitError(mismatch, unit=tie[1])
         first: torch.Tensor = parameters[tie[0]]
         first = replaced.get(id(first), first)
@@ -126,15 +125,6 @@ def declared_ties(model: nn.Module, ties: Iterable[Sequence[str]]) -> dict[int, 
             if parameters[name] is not first:
                 replaced[id(parameters[name])] = first
     return replaced
-
-
-def _mismatch(parameters: Sequence[tuple[str, torch.Tensor]]) -> str | None:
-    (first, one), *others = parameters
-    for name, other in others:
-        if one.shape != other.shape or one.dtype != other.dtype:
-            found = f"{first} is {describe_tensor(one)}, but {name} is {describe_tensor(other)}"
-            return f"{found}; tied parameters must be alike"
-    return None
 
 
 def _place_unread(

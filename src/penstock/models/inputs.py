@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
+
+from penstock.errors import SplitError
+
+#: The positional and the keyword arguments of a call.
+Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 _SAMPLES: Final = 2
 _TOKENS: Final = 7
@@ -15,7 +21,31 @@ _FREE: Final = frozenset(
 )
 
 
-def example_for(model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def checked_example(example: Any) -> Example:
+    """Return ``(args, kwargs)`` of an example: of a tensor, the call with it; of a dictionary, that with its keywords.
+
+    >>> checked_example({"x": 1})
+    ((), {'x': 1})
+    >>> checked_example([1, 2])
+    Traceback (most recent call last):
+        ...
+    penstock.errors.SplitError: example= is a list, but must be (args, kwargs), a tuple and a dict; write e.g. \
+example=((x,), {}) for model(x), or example=((), {"x": x}) for model(x=x)
+    """
+    match example:
+        case torch.Tensor():
+            return (example,), {}
+        case (tuple() as args, Mapping() as kwargs):
+            return args, dict(kwargs)
+        case Mapping() if all(isinstance(name, str) for name in example):
+            return (), dict(example)
+    raise SplitError(
+        f"example= is a {type(example).__name__}, but must be (args, kwargs), a tuple and a dict; write e.g. "
+        'example=((x,), {}) for model(x), or example=((), {"x": x}) for model(x=x)'
+    )
+
+
+def example_for(model: nn.Module) -> Example | None:
     """Return ``(args, kwargs)`` for a Hugging Face text model, with labels if it takes them; None for other models."""
     config = getattr(model, "config", None)
     parameters = inspect.signature(model.forward).parameters

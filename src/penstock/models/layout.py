@@ -36,7 +36,7 @@ def by_names(given: Iterable[Iterable[str]], units: Sequence[str], *, glue: Iter
     >>> by_names([["layers", "embed"], ["head"]], units)
     (('embed', 'layers.0', 'layers.1', 'layers.2'), ('head',))
     """
-    stages = [_names(names, number) for number, names in enumerate(_stages(given))]
+    stages = checked_names(given)
     order, glue_names = {unit: number for number, unit in enumerate(units)}, set(glue)
     layout = [
         [unit for name in names for unit in _resolve(name, stage, units, glue_names)]
@@ -44,6 +44,22 @@ def by_names(given: Iterable[Iterable[str]], units: Sequence[str], *, glue: Iter
     ]
     check_layout(layout, units)
     return tuple(tuple(sorted(stage, key=order.__getitem__)) for stage in layout)
+
+
+def checked_names(given: object) -> list[list[str]]:
+    """Return the names of each stage as lists, of a list or of a mapping by the number of the stage.
+
+    >>> checked_names({0: ["embed"], 1: ("layers", "head")})
+    [['embed'], ['layers', 'head']]
+    >>> checked_names(["embed", "head"])
+    Traceback (most recent call last):
+        ...
+    penstock.errors.SplitError: stage 0 must be a list of names, got 'embed'; write e.g. \
+[["embed", "layers.0"], ["layers.1", "head"]]
+    """
+    if isinstance(given, Mapping):
+        return [list(names) for names in from_dict(given)]
+    return [_names(names, number) for number, names in enumerate(_stages(given))]
 
 
 def check_layout(layout: Sequence[Sequence[str]], units: Sequence[str]) -> None:
@@ -122,9 +138,7 @@ def from_yaml(text: str) -> Layout:
         data = yaml.load(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise SplitError(f"the layout is not valid YAML: {error}") from None
-    if isinstance(data, Mapping):
-        return from_dict(data)
-    return tuple(tuple(_names(names, stage)) for stage, names in enumerate(_stages(data)))
+    return tuple(map(tuple, checked_names(data)))
 
 
 def units_below(name: str, units: Iterable[str]) -> list[str]:

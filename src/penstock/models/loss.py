@@ -21,12 +21,14 @@ class ModelLoss(NamedTuple):
         reduction: how losses of microbatches make up that of the batch: ``"weighted"`` or ``"mean"``.
         weight: takes labels, and returns what the loss of a microbatch is a mean over: how many of them count.
         target: the keyword argument that holds the labels.
+        replace: takes the merged output of the microbatches and the loss of the batch, and puts it in its place.
     """
 
     loss_fn: Callable[..., torch.Tensor]
     reduction: str
     weight: Callable[[torch.Tensor], torch.Tensor] | None
     target: str
+    replace: Callable[[Any, torch.Tensor], Any]
 
 
 def model_loss(kind: str | None) -> ModelLoss | None:
@@ -36,13 +38,27 @@ def model_loss(kind: str | None) -> ModelLoss | None:
         kind: what the loss is a mean over, as ``measure_loss`` finds it. For ``UNKNOWN`` there is no weight, so a
             pipeline asks for one.
     """
-    return None if kind is None else ModelLoss(loss_of, "weighted", WEIGHTS.get(kind), "labels")
+    return None if kind is None else ModelLoss(loss_of, "weighted", WEIGHTS.get(kind), "labels", replace_loss)
 
 
 def loss_of(output: Any, *_: Any) -> torch.Tensor:
     """Return the loss in a model's output."""
     loss: torch.Tensor = output["loss"] if isinstance(output, dict) else output[0]
     return loss
+
+
+def replace_loss(output: Any, loss: torch.Tensor) -> Any:
+    """Return a merged output with the loss of the batch in place of the losses of its microbatches.
+
+    >>> replace_loss((torch.tensor([1.0, 3.0]), torch.zeros(2)), torch.tensor(2.0))
+    (tensor(2.), tensor([0., 0.]))
+    """
+    if not isinstance(loss_of(output), torch.Tensor):
+        return output  # an output_spec keeps the losses separate
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    output["loss"] = loss
+    return output
 
 
 def count_shifted(labels: torch.Tensor, *_: Any) -> torch.Tensor:

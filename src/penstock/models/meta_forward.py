@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from penstock.errors import SplitError
-from penstock.models.named_draws import arguments_of, is_view, memory_of, tensors_in
+from penstock.models.named_draws import is_view, memory_of, operands_of, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ class MetaForward(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
-        reads, writes = arguments_of(func, args, kwargs)
+        reads, writes = operands_of(func, args, kwargs)
         tensors = [*reads, *writes]
         present = [tensor for tensor in tensors if not self._is_absent(tensor)]
         if len(present) == len(tensors):

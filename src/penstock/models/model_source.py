@@ -45,6 +45,15 @@ class ModelSource:
 
         Buffers of a model on the meta device are filled as far as its modules do that.
         """
+        model = self._skeleton()
+        if model._forward_hooks or model._forward_pre_hooks:
+            raise SplitError(
+                "the model has a hook of its own forward, which would run on every stage; put that code into its "
+                "forward, into a layer, or around the pipeline"
+            )
+        return model
+
+    def _skeleton(self) -> nn.Module:
         if not isinstance(self._given, nn.Module):
             return construct(self._given, lambda known: set(known.buffers), seed=0, per_name=True)
         absent = {name for name, buffer in self._given.named_buffers(remove_duplicate=False) if buffer.is_meta}

@@ -48,7 +48,7 @@ class NamedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
-        reads, writes = arguments_of(func, args, kwargs)
+        reads, writes = operands_of(func, args, kwargs)
         self.seed_for(func, kwargs, [*writes, *reads])
         result = func(*args, **kwargs)
         self.inherit([*writes, *reads], tensors_in(result))
@@ -93,7 +93,7 @@ def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def arguments_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+def operands_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors an operator reads, and those it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []

@@ -103,7 +103,7 @@ def _check_sizes(units: Sequence[str], stages: int) -> None:
     if stages > len(units):
         raise SplitError(
             f"{stages} stages need at least as many units, but the model has {len(units)}: {shorten(units)}; use fewer "
-            "stages, or open units"
+            "stages, or name modules within a unit with layout="
         )
 
 

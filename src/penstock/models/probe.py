@@ -33,12 +33,12 @@ from penstock.models.record import (
 )
 from penstock.models.sources import Sources, SourceTracker, wrap_forward
 from penstock.models.values import (
-    arguments_of,
     describe_keyword,
     describe_leaf,
-    describe_tensor,
+    describe_tensor_leaf,
     describe_value,
     flatten,
+    leaves_by_path,
     tensors_of,
 )
 
@@ -192,7 +192,7 @@ class _Probe:
         tracker, number = self._tracker, len(self._calls)
         tracker.checkpoints.enter(number, name)
         self._feed_decisions()
-        found = arguments_of(args, kwargs).items()
+        found = leaves_by_path(args, kwargs).items()
         given = {path: leaf for path, leaf in found if isinstance(leaf, torch.Tensor) or type(leaf) is int}
         call = _Call(name, is_glue, tuple(given), list(given.values()), set(tracker.decisions))
         self._calls.append(call)
@@ -235,7 +235,7 @@ class _Probe:
         is_random = any(source.kind == RANDOM for source in sources)
         if computed + is_random > 1 and computed and _fills_its_memory(tensor):
             sources |= self._tracker.decisions
-            call.arguments.append(Argument(leaf, _sorted(sources), describe_tensor(tensor), tensor._is_view()))
+            call.arguments.append(Argument(leaf, _sorted(sources), describe_tensor_leaf(tensor), tensor._is_view()))
             sources = frozenset({Source(ARGUMENT, number, leaf)})
             self._tracker.mark(tensor, sources)
         call.feeds |= sources
@@ -254,9 +254,9 @@ class _Probe:
             described.append(describe_leaf(leaf, call.given, passed, own))
             if not isinstance(leaf, torch.Tensor) or passed is not None:
                 continue
-            if not _is_new(sources, number) or self._tracker.memory_of(leaf) in memories:
+            if not _is_new(sources, number) or self._tracker.number_memory(leaf) in memories:
                 leaves[position] = leaf = leaf.clone()
-            memories.add(self._tracker.memory_of(leaf))
+            memories.add(self._tracker.number_memory(leaf))
             self._tracker.mark(leaf, {Source(OUTPUT, number, position)})
         call.value = Value(spec, tuple(described))
         return call.value.build(leaves)
@@ -336,7 +336,7 @@ def _finished(
         call.value,
         renumber(source for source in call.feeds if not (source.kind == PARAMETER and source.name in own)),
         tuple(argument._replace(sources=renumber(argument.sources)) for argument in call.arguments),
-        tuple(Inner(tuple(value.places), describe_tensor(value.tensor, call.given)) for value in kept),
+        tuple(Inner(tuple(value.places), describe_tensor_leaf(value.tensor, call.given)) for value in kept),
         tuple(
             InnerCall(*place, describe_value(result, call.given, place[0]))
             for place, result in call.inner_calls.items()

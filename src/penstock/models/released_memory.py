@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.models.named_draws import NamedDraws, arguments_of, is_view, memory_of, tensors_in
+from penstock.models.named_draws import NamedDraws, is_view, memory_of, operands_of, tensors_in
 from penstock.models.registrations import Survey, describe
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class ReleasedMemory(NamedDraws):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on restored memory, and note which of its results are lost."""
         kwargs = kwargs or {}
-        reads, writes = arguments_of(func, args, kwargs)
+        reads, writes = operands_of(func, args, kwargs)
         fills = func.overloadpacket.__name__ in _FILLING and self._fills_memory(writes[0])
         self.seed_for(func, kwargs, [*writes, *reads])
         if self._skip and fills and not reads and self._lose(writes[0]):

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.models.checkpoints import CheckpointRegions
+from penstock.models.named_draws import operands_of
 from penstock.models.record import INNER, INSIDE, RANDOM, Source
 
 if TYPE_CHECKING:
@@ -78,13 +79,13 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def of(self, tensor: torch.Tensor) -> Sources:
         """Return the sources of a tensor."""
-        return self._sources.get(self.memory_of(tensor), NOTHING)
+        return self._sources.get(self.number_memory(tensor), NOTHING)
 
     def mark(self, tensor: torch.Tensor, sources: Iterable[Source]) -> None:
         """Set the sources of a tensor, and of all that share its memory."""
-        self._sources[self.memory_of(tensor)] = frozenset(sources)
+        self._sources[self.number_memory(tensor)] = frozenset(sources)
 
-    def memory_of(self, tensor: torch.Tensor) -> int:
+    def number_memory(self, tensor: torch.Tensor) -> int:
         """Return a number for the memory of a tensor, which no other memory will get."""
         try:
             reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -121,7 +122,7 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_never(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Return whether random fractions are compared with a probability of 0: layers that are never skipped."""
         is_comparison = func is torch.ops.aten.lt.Scalar and args[1] <= 0
-        return is_comparison and self.memory_of(args[0]) in self._fractions
+        return is_comparison and self.number_memory(args[0]) in self._fractions
 
     def _union(self, tensors: Iterable[torch.Tensor]) -> Sources:
         return frozenset().union(*(self.of(tensor) for tensor in tensors))
@@ -145,15 +146,16 @@ class SourceTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _mark_results(
         self, func: Any, given: list[torch.Tensor], result: Any, found: Sources, arguments: tuple[Any, dict[str, Any]]
     ) -> None:
-        old = {self.memory_of(tensor) for tensor in given}
+        old = {self.number_memory(tensor) for tensor in given}
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and (key := self.memory_of(leaf)) not in old:
+            if isinstance(leaf, torch.Tensor) and (key := self.number_memory(leaf)) not in old:
                 self._sources[key] = found
                 if func._schema.name == "aten::rand":
                     self._fractions.add(key)
         if func._schema.is_mutable:
-            for tensor in _written(func, *arguments):
-                key = self.memory_of(tensor)
+            _, written = operands_of(func, *arguments)
+            for tensor in written:
+                key = self.number_memory(tensor)
                 before = self._sources.get(key, NOTHING)
                 self.changed.update(source for source in before if source.call != self.call)
                 self._sources[key] = before | found
@@ -186,16 +188,6 @@ def _deciding(func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> li
         chosen = [leaf for leaf in pytree.tree_leaves(args[1:]) if isinstance(leaf, torch.Tensor)]
         return [tensor for tensor in chosen if tensor.dtype in (torch.bool, torch.uint8)]
     return given
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operator writes to."""
-    written: list[torch.Tensor] = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            written += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return written
 
 
 def wrap_forward(module: torch.nn.Module, around: Callable[..., Any], *context: Any) -> None:

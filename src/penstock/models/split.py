@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from penstock.errors import SplitError
-from penstock.execution.preserved_state import preserved_state
 from penstock.ir.edges import Edge, chain
+from penstock.models.checking import SplitCheck, Stages
 from penstock.models.choose import choose_layout, find_opened
 from penstock.models.describe import describe
 from penstock.models.description import Description
 from penstock.models.edges import Flow, find_flow
 from penstock.models.examine import examine
 from penstock.models.holdings import declared_ties, find_holdings, group_names, part_names
-from penstock.models.inputs import example_for
-from penstock.models.layout import shorten
+from penstock.models.inputs import Example, checked_example, example_for
+from penstock.models.layout import checked_names, shorten
 from penstock.models.loss import ModelLoss, model_loss
 from penstock.models.measure_loss import measure_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
 from penstock.models.modes import preserved_modes
+from penstock.models.origin import identify_seed, identify_values
+from penstock.models.outside_state import OutsideState
 from penstock.models.plan import Plan
-from penstock.models.self_check import find_difference, has_nan, make_error, run_stages
 from penstock.models.sequential import is_plain, sequential_stage
 from penstock.models.stage_module import make_stage
 from penstock.models.tree_copy import copy_tree
 from penstock.models.units import Units, find_units
-from penstock.models.values import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.execution.ties import Tie
     from penstock.ir.placement import Placement
@@ -40,17 +40,15 @@ if TYPE_CHECKING:
     from penstock.models.partition import UnitCosts
     from penstock.models.record import Record
 
-Example = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 def split(
     model: nn.Module | Callable[[], nn.Module],
     *,
     stages: int | None = None,
-    layout: str | Iterable[Iterable[str]] | None = None,
+    layout: str | Iterable[Iterable[str]] | Mapping[int, Iterable[str]] | None = None,
     costs: UnitCosts | None = None,
     ties: Iterable[Sequence[str]] = (),
-    example: Example | None = None,
+    example: Example | torch.Tensor | Mapping[str, Any] | None = None,
     check: bool = True,
 ) -> Split:
     """Split a model into stages.
@@ -59,11 +57,12 @@ def split(
         model: the model, which is not changed; the stages share its parameters. Or a function that builds it, or a
             model on the meta device: then only ``stages`` or ``materialize`` of the split make parameters real.
         stages: how many stages; layers are distributed by count, or by ``costs``.
-        layout: instead of ``stages``, the names of the modules of each stage, or a string in Megatron's notation.
+        layout: instead of ``stages``, the names of the modules of each stage, as a list of lists or by number; or a
+            string in Megatron's notation.
         costs: the cost of each layer, as a sequence or by name.
         ties: parameters that are to stay equal, as groups of names. Those that are one tensor are found anyway.
-        example: ``(args, kwargs)`` of a small call of the model. An ``nn.Sequential`` and Hugging Face text models need
-            none.
+        example: ``(args, kwargs)`` of a small call of the model; a tensor if that is all it takes, a dictionary if it
+            only takes keyword arguments. An ``nn.Sequential`` and Hugging Face text models need none.
         check: whether to run the stages once on the example and compare with the model.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -78,19 +77,21 @@ def split(
         raise SplitError("pass either stages= or layout=, e.g. split(model, stages=4)")
     original = source.skeleton()
     base = copy_tree(original, declared_ties(original, ties))
-    units = find_units(base, find_opened(base, layout))
-    example = example or example_for(base)
+    names = layout if layout is None or isinstance(layout, str) else checked_names(layout)
+    units = find_units(base, find_opened(base, names))
+    example = example_for(base) if example is None else checked_example(example)
     if example is None and not is_plain(base):
         raise SplitError(
             f"a {type(original).__name__} needs an example to find out what its modules take from each other; pass "
             "example=(args, kwargs) of a small call"
         )
     record = None
-    if example is not None and not is_plain(base):
-        record = examine(base, units, *_checked_example(example))
-    description = _describe(base, units, record, choose_layout(base, units, record, stages, layout, costs))
-    if example is not None:
-        description = description._replace(loss=measure_loss(base, *_checked_example(example)))
+    with OutsideState(base).preserved():
+        if example is not None and not is_plain(base):
+            record = examine(base, units, *example)
+        description = _describe(base, units, record, choose_layout(base, units, record, stages, names, costs))
+        if example is not None:
+            description = description._replace(loss=measure_loss(base, *example))
     made = Split(base, units, description, source)
     if check and example is not None:
         made.check(example)
@@ -113,6 +114,7 @@ class Split:
         self._units = units
         self._source = source or ModelSource(model)
         self._parts: dict[tuple[int, ...], nn.Module] = {}
+        self._origin = identify_values(model)
 
     @property
     def layout(self) -> tuple[tuple[str, ...], ...]:
@@ -133,6 +135,14 @@ class Split:
     def digest(self) -> str:
         """A checksum of the description; ranks that have the same one have split the model in the same way."""
         return self.description.digest
+
+    @property
+    def origin(self) -> str:
+        """What identifies the model that was split: its values at that time, or what they are drawn from.
+
+        It is empty if that is not known here: parameters were loaded, or are made by a function of yours.
+        """
+        return self._origin
 
     @property
     def loss(self) -> ModelLoss | None:
@@ -196,6 +206,7 @@ class Split:
         part = self._source.part(names, init=init, seed=seed, state_dict=state_dict, device=device)
         part = copy_tree(part, declared_ties(part, self.description.shared))
         self._parts[wanted] = part
+        self._origin = identify_seed(init, seed) if isinstance(init, str) and state_dict is None else ""
         return self._make(wanted, part)
 
     def _stages_of(self, rank: int | None, placement: Placement | None) -> tuple[int, ...]:
@@ -213,26 +224,29 @@ class Split:
         units = self._units if model is self.model else find_units(model, self.description.opened)
         return {stage: self._stage(stage, model, units) for stage in stages}
 
-    def check(self, example: Example) -> None:
+    def check(self, example: Example | torch.Tensor | Mapping[str, Any]) -> None:
         """Run the stages on an example, with NaN for all that a stage must not read, and compare with the model.
 
         Raises ``SplitError`` that names the module whose value is missing.
         """
-        args, kwargs = _checked_example(example)
+        args, kwargs = checked_example(example)
         record = self.description.record
-        with (
-            examination(self.model),
-            _undisturbed(self.model, args, kwargs),
-            preserved_modes(self.model),
-            torch.no_grad(),
-        ):
+        stages = Stages(
+            self.layout,
+            self.edges,
+            tuple(self._units.glue),
+            lambda stage, poison: self._stage(stage, self.model, self._units, poison),
+        )
+        with examination(self.model), preserved_modes(self.model), torch.no_grad():
+            check = SplitCheck(self.model, stages, args, kwargs)
             if record is not None and not record.is_eval_only and not self.model.training:
                 self.model.train()  # as in the probe
             if record is not None and record.is_random:
-                if self._is_equal(args, kwargs):  # which takes the same draws, in the same order
+                with suppress(SplitError):  # it may fail only because random numbers differ
+                    check.run()  # which takes the same draws, in the same order
                     return
                 self.model.eval()
-            self._check(args, kwargs)
+            check.run()
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as plain data."""
@@ -264,61 +278,6 @@ class Split:
             return sequential_stage(model, found.layout[stage])
         plan = Plan(found.record, found.flow, stage, len(found.layout))
         return make_stage(model, units, plan, frozenset(found.held[stage]), poison=poison)
-
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        expected = self._run(None, args, kwargs)
-        names = ["", *(name for stage in self.layout for name in stage), *self._units.glue]
-        difference = self._difference(names, args, kwargs, expected)
-        if difference is None:
-            return
-        culprits = () if has_nan(expected) else names
-        culprit = next((name for name in culprits if self._is_read(name, args, kwargs)), None)
-        raise make_error(culprit, difference)
-
-    def _difference(
-        self, poison: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any], expected: Any
-    ) -> str | None:
-        try:
-            return find_difference(self._run(poison, args, kwargs), expected)
-        except SplitError:
-            raise
-        except Exception as error:  # from the model's own code, which has met what it should not have read
-            return f"it fails with {type(error).__name__}: {error}"
-
-    def _is_read(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether some stage reads a dummy for a value of a unit."""
-        try:
-            return has_nan(self._run([unit], args, kwargs))
-        except Exception:
-            return True
-
-    def _is_equal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        try:
-            self._check(args, kwargs)
-        except SplitError:
-            return False
-        return True
-
-    def _run(self, poison: Collection[str] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _undisturbed(self.model, args, kwargs):
-            if poison is None:
-                return copy_tree(self.model)(*args, **kwargs)
-            modules = {stage: self._stage(stage, self.model, self._units, poison) for stage in range(len(self.layout))}
-            return run_stages(modules, self.edges, args, kwargs)
-
-
-@contextmanager
-def _undisturbed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    device = next((tensor.device for tensor in tensors_of((args, kwargs))), torch.device("cpu"))
-    with preserved_state(model, device):
-        yield
-
-
-def _checked_example(example: Any) -> Example:
-    match example:
-        case (tuple(), dict()):
-            return example[0], example[1]
-    raise SplitError("example must be (args, kwargs), a tuple and a dict; write e.g. example=((x,), {})")
 
 
 def _describe(

@@ -20,7 +20,7 @@ from penstock.models.dummies import Dummies, Run
 from penstock.models.edges import leaf_of, name_of
 from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Source
 from penstock.models.sources import wrap_forward
-from penstock.models.values import arguments_of, dtype_name, tensors_of
+from penstock.models.values import dtype_name, leaves_by_path, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from penstock.models.units import Units
 
 _AGAIN: Final = "split the model again with example=(args, kwargs) like the ones it is called with"
+_NOTE: Final = (
+    "This was raised on stage {} of a split, where values that layers of other stages store (in attributes, "
+    "dictionaries or globals) are missing; ps.split(..., check=True) finds such layers."
+)
 
 
 class _Stop(BaseException):
@@ -91,6 +95,11 @@ class StageForward:
             result = forward(*args, **kwargs)
         except _Stop:
             result = None
+        except SplitError:
+            raise
+        except Exception as error:
+            error.add_note(_NOTE.format(self._plan.stage))
+            raise
         finally:
             self._run = None
         return result if self._plan.stage == self._plan.stages - 1 else self._results(run, args)
@@ -124,7 +133,7 @@ class StageForward:
             return forward(*args, **kwargs)
         number = run.next_call
         self._check_order(number, name)
-        found = arguments_of(args, kwargs)
+        found = leaves_by_path(args, kwargs)
         given = [found.get(path) for path in self._calls[number].given] if number < len(self._calls) else []
         self._exchange_arguments(run, number, given)
         if number >= self._end:

@@ -29,10 +29,10 @@ def leaves_of(value: Any, depth: int = _DEEPEST) -> Iterator[Any]:
     yield from found.values()
 
 
-def arguments_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def leaves_by_path(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the leaves of a call's arguments by where they are, so that others may come and go.
 
-    >>> arguments_of((1, [2]), {"mask": {"full": None}})
+    >>> leaves_by_path((1, [2]), {"mask": {"full": None}})
     {'0': 1, '1.0': 2, 'mask.full': None}
     """
     found: dict[str, Any] = {}
@@ -89,7 +89,7 @@ def describe_leaf(leaf: Any, arguments: Sequence[Any], passed: int | None, own: 
     if passed is not None:
         return Leaf("passed", passed)
     if isinstance(leaf, torch.Tensor):
-        return describe_tensor(leaf, arguments, own)
+        return describe_tensor_leaf(leaf, arguments, own)
     if type(leaf) in _CONSTANTS:
         return Leaf("constant", leaf)
     return Leaf("opaque", _name_of(leaf))
@@ -97,7 +97,7 @@ def describe_leaf(leaf: Any, arguments: Sequence[Any], passed: int | None, own: 
 
 def describe_keyword(name: str, value: Any) -> tuple[tuple[str, Leaf], ...]:
     """Describe the leaves of a keyword argument, by where they are in it."""
-    return tuple((path, describe_leaf(leaf, (), None)) for path, leaf in arguments_of((), {name: value}).items())
+    return tuple((path, describe_leaf(leaf, (), None)) for path, leaf in leaves_by_path((), {name: value}).items())
 
 
 def find_mismatch(leaf: Leaf, value: Any) -> tuple[str, str] | None:
@@ -149,7 +149,7 @@ def _describe_value(value: Any) -> str:
     return repr(value) if type(value) in _CONSTANTS else f"a {_name_of(value)}"
 
 
-def describe_tensor(tensor: torch.Tensor, arguments: Sequence[Any] = (), own: Collection[int] = ()) -> Leaf:
+def describe_tensor_leaf(tensor: torch.Tensor, arguments: Sequence[Any] = (), own: Collection[int] = ()) -> Leaf:
     """Describe a tensor, its shape by those of the arguments."""
     shape = describe_shape(tensor.shape, arguments, own)
     return Leaf("tensor", None, dtype_name(tensor), shape, tensor.requires_grad, tuple(tensor.shape))
