@@ -221,7 +221,7 @@ def test_matching_is_what_mismatch_says(one, other):
         ((torch.ones(1),), (None,)),
     ],
 )
-def test_what_looks_alike_is_told_apart(one, other):
+def test_what_looks_alike_is_reported_apart(one, other):
     assert describe(one) != describe(other)
     assert not describe(one).matches(other)
     assert not describe(other).matches(one)

@@ -63,7 +63,7 @@ def test_a_dtensor_is_described_and_made_again(u, mesh):
         assert u.extract_tensor_meta(tensor) == found
 
 
-def test_dtensors_and_tensors_are_told_apart(u, mesh):
+def test_dtensors_and_tensors_are_reported_apart(u, mesh):
     one, other = (u._DTensorMeta.from_dtensor(sharded(mesh, each)) for each in (Shard(0), Replicate()))
     assert any("placements" in line for line in one.get_diff(other))
     assert any("type" in line.lower() or "_TensorMeta" in line for line in one.get_diff(meta(u)))

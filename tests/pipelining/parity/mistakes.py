@@ -26,7 +26,7 @@ class _Failing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.left:
-            raise KeyError("told by the module")
+            raise KeyError("reported by the module")
         self.left -= 1
         return self.linear(x)
 
@@ -153,7 +153,7 @@ def mistakes_of_calls(setting: Setting) -> Any:
         unknown_keyword=lambda: b.gpipe().step(X, target=X, nothing=3),
         wrong_width=lambda: b.gpipe().step(X[:, :2], target=X),
         wrong_target_width=lambda: b.gpipe(loss_fn=lambda y, t: (y - t).square().mean()).step(X, target=X[:, :3]),
-        loss_that_raises=lambda: b.gpipe(loss_fn=lambda y, t: {}["told by the loss"]).step(X, target=X),
+        loss_that_raises=lambda: b.gpipe(loss_fn=lambda y, t: {}["reported by the loss"]).step(X, target=X),
         module_that_raises=lambda: b.gpipe(_Failing()).step(X, target=X),
         module_that_raises_at_once=lambda: b.gpipe(_Failing(0)).step(X, target=X),
         module_that_names=lambda: b.looped(module=_Naming()).step(X, target=X),
@@ -192,9 +192,9 @@ def mistakes_of_stages(setting: Setting) -> Any:
 
     def given(sample: torch.Tensor) -> list[str]:
         """What is given for the inputs alone is compared with what is inferred."""
-        with setting.warnings_of() as told:
+        with setting.warnings_of() as reported:
             b.gpipe(stage=b.stage(input_args=sample)).step(X, target=X)
-        return sorted(set(told))
+        return sorted(set(reported))
 
     return _attempts(
         setting,

@@ -263,11 +263,11 @@ class Setting:
     @contextmanager
     def warnings_of(self) -> Iterator[list[str]]:
         """The kinds of warnings inside, in order."""
-        told: list[str] = []
+        reported: list[str] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield told
-        told += [each.category.__name__ for each in caught]
+            yield reported
+        reported += [each.category.__name__ for each in caught]
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

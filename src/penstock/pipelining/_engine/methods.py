@@ -49,13 +49,13 @@ class CallConvention(NamedTuple):
 
     Attributes:
         saves_outputs: whether the stage gets ``save_forward_output``.
-        tells_whole: whether it gets ``full_backward`` for a full backward.
+        passes_full_backward: whether it gets ``full_backward`` for a full backward.
         computes_loss: whether there is a loss.
         gathers: whether it runs UNSHARD and RESHARD; else modules gather their parameters themselves.
     """
 
     saves_outputs: bool = True
-    tells_whole: bool = True
+    passes_full_backward: bool = True
     computes_loss: bool = True
     gathers: bool = False
 
@@ -202,7 +202,7 @@ class MethodOperations:
         index, arrive = stage.stage_index, self._arrival(stage)
         key, microbatches = (index, microbatch), self._microbatches
         hand_over = None if before is None else self._hand_over(stage, before, microbatch)
-        whole = {"full_backward": True} if self._calls.tells_whole else {}
+        whole = {"full_backward": True} if self._calls.passes_full_backward else {}
 
         def run_backward(step: MethodStep) -> None:
             if arrive is not None:

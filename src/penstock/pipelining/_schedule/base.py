@@ -16,6 +16,7 @@ from penstock.pipelining._engine.mode_selection import Mode, select_mode, step_s
 from penstock.pipelining._engine.native import NativeStep
 from penstock.pipelining._engine.preparation import NegotiatedState
 from penstock.pipelining._engine.programs import ProgramCache
+from penstock.pipelining._engine.replicas import ReplicaSums
 from penstock.pipelining._engine.step import MethodStep
 from penstock.pipelining._schedule.losses import ScheduleLosses
 from penstock.pipelining._schedule.preparation import SchedulePreparation
@@ -67,6 +68,7 @@ class _PipelineSchedule(SchedulePreparation, ScheduleLosses, ABC):
         self._internal_losses: list[torch.Tensor] = []
         self._loss_places: dict[int, int] = {}
         self._kept = ProgramCache()
+        self._replicas = ReplicaSums()
         self._preparation = NegotiatedState()
         logger.info("Using %s", type(self).__name__)
 
@@ -133,9 +135,10 @@ class _PipelineSchedule(SchedulePreparation, ScheduleLosses, ABC):
 
     @contextmanager
     def _step_of(self, stages: list[Any]) -> Iterator[None]:
-        """Wrap a step of these stages: clean up, also if it fails."""
+        """Wrap a step of these stages: sum gradients of replicated parameters, and clean up, also if it fails."""
         try:
-            yield
+            with self._replicas.in_step(stages, trains=self._has_backward):
+                yield
         except BaseException:
             self._next_microbatches, self._whole = ([], []), None
             _end(stages, failed=True)
@@ -168,7 +171,8 @@ class _PipelineSchedule(SchedulePreparation, ScheduleLosses, ABC):
         """
         customs = self._customs()
         mode, made, step = self._prepare_step(batch, stages, program, initialize, customs)
-        with step_scope(stages, customs, mode), self._running(made, step):
+        replicas = self._replicas.in_step(stages, trains=self._has_backward)  # unless step() is around it
+        with step_scope(stages, customs, mode), replicas, self._running(made, step):
             made.program.run(step, made.progress, upstream_names().record_function)
         self._update_losses(stages, batch.losses)
 

@@ -156,7 +156,7 @@ class ScheduleGPipe(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        calls = CallConvention(tells_whole=False)
+        calls = CallConvention(passes_full_backward=False)
         program = partial(
             self._program,
             lambda trains, mode: program_of_gpipe(
@@ -201,7 +201,7 @@ class Schedule1F1B(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        calls = CallConvention(tells_whole=False)
+        calls = CallConvention(passes_full_backward=False)
         program = partial(
             self._program,
             lambda trains, mode: program_of_one_f_one_b(

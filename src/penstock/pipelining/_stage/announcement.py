@@ -78,7 +78,7 @@ class _NothingCameError(PipeliningMetadataError):
 def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | None = None) -> Message:
     """Receive and decode a message. ``receive`` fills a tensor; it is called once or twice."""
 
-    def receive_or_tell(tensor: torch.Tensor) -> None:
+    def receive_or_explain(tensor: torch.Tensor) -> None:
         try:
             receive(tensor)
         except RuntimeError as error:
@@ -88,7 +88,7 @@ def decode(receive: Callable[[torch.Tensor], Any], device: torch.device | str | 
             ) from error
 
     try:
-        return _message(_received(receive_or_tell, device))
+        return _message(_received(receive_or_explain, device))
     except _NothingCameError:
         raise
     except MetadataError as error:

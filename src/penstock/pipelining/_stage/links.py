@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import P2POp
 
+    from penstock.execution.ties import Tie
     from penstock.ir.edges import Edge
     from penstock.models.tracing.wiring import Origin
     from penstock.pipelining._stage.transfers import _RecvInfo
@@ -32,10 +33,14 @@ class LinkedStage(_PipelineStageBase):
     Attributes:
         edges: which values go from which stage to which others, in the whole pipeline.
         origins: for each received input where it comes from.
+        ties: the parameters of which several stages have a copy, and whose gradients a schedule sums.
+        has_summed_replicas: whether the gradients of these that are there now are such sums.
     """
 
     edges: tuple[Edge, ...]
     origins: tuple[Origin, ...]
+    ties: tuple[Tie, ...] = ()
+    has_summed_replicas = False
     _takes_model_arguments = True
     #: What the gradients in ``grad_recv_info`` are those of: outputs by number.
     _gradient_outputs: tuple[int, ...] = ()

@@ -53,6 +53,7 @@ class _PipelineStage(LinkedStage):
     ) -> None:
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group)
         self.pipe_info = pipe_info
+        self.ties = getattr(pipe_info, "ties", ())  # that of torch has none
         calls = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
         if len(calls) != self.num_stages:
             raise PipeliningMetadataError(
@@ -102,6 +103,8 @@ class _PipelineStage(LinkedStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Run the module for a microbatch; keyword arguments of the model that it does not take are left out."""
+        if self.has_backward:
+            self.has_summed_replicas = False
         kept = {name: value for name, value in (kwargs or {}).items() if name not in self._foreign}
         return super().forward_one_chunk(fwd_chunk_id, args, kept, save_forward_output)
 

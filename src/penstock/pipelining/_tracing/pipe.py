@@ -6,8 +6,8 @@ import copy
 import hashlib
 import logging
 import operator
-import warnings
 from collections import defaultdict
+from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
@@ -17,16 +17,17 @@ from torch import fx
 
 from penstock.errors import SplitError, TraceError
 from penstock.execution.ties import Tie
+from penstock.models.origin import identify_values
 from penstock.models.tracing.devices import move_operations
 from penstock.models.tracing.exporting import export_model
 from penstock.models.tracing.native import native_stage
 from penstock.models.tracing.stages import RETURNS, make_stages
 from penstock.models.tracing.wiring import Wiring, read_wiring
 from penstock.pipelining._backward import _null_coalesce_accumulate, stage_backward
+from penstock.pipelining._engine.replicas import sum_now
 from penstock.pipelining._stage.traced import _PipelineStage
 from penstock.pipelining._tracing.executor import DetachExecutor
 from penstock.pipelining._tracing.loss import _find_loss_output, _insert_stage_symbolic_backward
-from penstock.pipelining._tracing.replicated import sum_gradients
 from penstock.pipelining._utils import PipeInfo
 
 if TYPE_CHECKING:
@@ -65,6 +66,17 @@ def get_submod_name(stage_idx: int) -> str:
     return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
 
 
+@dataclass(slots=True)
+class TiedPipeInfo(PipeInfo):
+    """What a stage needs to know of the whole, with the parameters that are in several stages.
+
+    Attributes:
+        ties: the parameters of which several stages have a copy, and whose gradients a schedule sums.
+    """
+
+    ties: tuple[Tie, ...] = ()
+
+
 class Pipe(torch.nn.Module):
     """A traced model: one module per stage, and a graph that calls them in turn.
 
@@ -75,6 +87,7 @@ class Pipe(torch.nn.Module):
         num_stages: how many there are.
         has_loss_and_backward: whether the graph computes the backward, too.
         loss_spec: which output is the loss.
+        origin: what identifies the values of the model.
         replicated_params: for each parameter that several stages use, its name in each of them. Every stage has a copy.
     """
 
@@ -90,6 +103,7 @@ class Pipe(torch.nn.Module):
         self.has_loss_and_backward = has_loss_and_backward
         self.loss_spec = loss_spec
         self.replicated_params = _replicate(split_gm)
+        self.origin = identify_values(split_gm)
         split_gm.forward = _refuse_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,19 +188,21 @@ class Pipe(torch.nn.Module):
     def __repr__(self) -> str:
         return repr(self.split_gm)
 
-    def info(self) -> PipeInfo:
+    def info(self) -> TiedPipeInfo:
         """What a stage needs to know of the whole. It does not refer to the modules of other stages."""
-        return PipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward)
+        return TiedPipeInfo(self.split_gm.graph, self.num_stages, self.has_loss_and_backward, self.ties)
 
     def sum_replicated_gradients(self, stages: Iterable[_PipelineStage]) -> None:
         """Sum the gradients of each parameter that several stages use, on all ranks that have a copy.
 
-        Call it on every rank between ``schedule.step`` and the step of the optimizer, so that copies stay equal.
+        A schedule does so at the end of each training step, and this changes nothing after it. It is for stages that
+        are run without a schedule, or were built with ``sum_replicated_gradients=False``: then call it on every rank,
+        once, before the step of the optimizer.
 
         Args:
-            stages: the stages of this rank, which have been in a schedule.
+            stages: the stages of this rank.
         """
-        sum_gradients(self.ties, stages)
+        sum_now(self.ties, list(stages))
 
     # What ``penstock.runtime.Pipeline`` reads of a split model, such as a Pipe ---------------------------------------
 
@@ -238,22 +254,30 @@ class Pipe(torch.nn.Module):
             raise SplitError(f"stage {index} is a {type(module).__name__}, not a traced module")
         return module
 
-    def build_stage(self, stage_index: int, device: torch.device, group: ProcessGroup | None = None) -> _PipelineStage:
-        """A stage for a schedule, with its module on a device."""
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device,
+        group: ProcessGroup | None = None,
+        *,
+        sum_replicated_gradients: bool = True,
+    ) -> _PipelineStage:
+        """Build a stage for a schedule, with its module on a device.
+
+        Args:
+            stage_index: which stage.
+            device: where it runs.
+            group: the ranks of the pipeline; all of them by default.
+            sum_replicated_gradients: whether schedules sum the gradients of a parameter that several stages use, at the
+                end of each training step; else you do. The same for all stages.
+        """
         module = self.get_stage_module(stage_index)
-        for tie in self.ties:
-            if stage_index in dict(tie.members):
-                warnings.warn(
-                    f"one parameter of the model is in several stages: {tie}. Their gradients are not summed, as in "
-                    "torch; call pipe.sum_replicated_gradients(stages) before each step of the optimizer, or run the "
-                    "pipe in penstock.runtime.Pipeline, which does so",
-                    stacklevel=2,
-                )
         if isinstance(module, fx.GraphModule):
             move_operations(module, device)
         else:
             logger.warning("stage %s is a %s; operations in it stay on their devices", stage_index, type(module))
-        return _PipelineStage(module, stage_index, self.info(), device, group)
+        info = self.info() if sum_replicated_gradients else replace(self.info(), ties=())
+        return _PipelineStage(module, stage_index, info, device, group)
 
 
 def _refuse_call(*args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001

@@ -1,7 +1,7 @@
-"""Trains a parameter that several stages hold as one.
+"""Trains a parameter that several stages of a pipeline hold as one.
 
 ``given.py`` finds the members of each tie, ``agreement.py`` checks that they begin equal and decides who holds what,
-``training.py`` sums their gradients once per step, over ``exchange.py``; ``drift.py`` notices when they come apart.
+``training.py`` sums their gradients with ``penstock.execution.tied_parameters``, as the drop-in does.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ import torch
 from penstock.errors import MetadataError, StageError
 from penstock.execution.distributed_tensors import describe_sharding, local_part
 from penstock.execution.parameter_names import ParameterPlace, places_by_name, replace_parameter
+from penstock.execution.tied_parameters.digests import digest
+from penstock.execution.tied_parameters.holders import LocalTie
 from penstock.execution.ties import Member, Tie
 from penstock.execution.value_spec import describe_tensor
-from penstock.runtime.ties.digests import digest
 from penstock.runtime.ties.given import find_ties
 
 if TYPE_CHECKING:
@@ -58,35 +59,6 @@ class MemberSpec:
     def member(self) -> Member:
         """The stage and the name."""
         return Member(self.stage, self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTie:
-    """The part of a tie that this rank has.
-
-    Attributes:
-        tie: the tie.
-        holders: the distinct tensors of this rank, of which this rank takes care.
-        members: what each of these is called.
-        united: where this rank has the same tensors once more, with the number of the holder.
-        ranks: all ranks that take care of such tensors, in the order in which gradients are summed.
-    """
-
-    tie: Tie
-    holders: tuple[ParameterPlace, ...]
-    members: tuple[Member, ...]
-    united: tuple[tuple[Member, ParameterPlace, int], ...]
-    ranks: tuple[int, ...]
-
-    def check_united(self) -> None:
-        """Refuse a tensor that has been replaced in one place only since the pipeline was made."""
-        for member, place, number in self.united:
-            if place.parameter is not self.holders[number].parameter:
-                raise StageError(
-                    f"{member} and {self.members[number]} were made one tensor, but one of them has been replaced "
-                    "since; load, move or resize parameters before the pipeline is made, or in place",
-                    stage=member.stage,
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ import torch
 
 from penstock.errors import MetadataError, StageError
 from penstock.execution.distributed_tensors import local_part
-from penstock.runtime.ties.digests import checksum
-from penstock.runtime.ties.exchange import swap_between_holders
+from penstock.execution.tied_parameters.digests import checksum
+from penstock.execution.tied_parameters.exchange import swap_between_holders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.runtime.ties.agreement import LocalTie
-    from penstock.runtime.transport.protocol import Transport
+    from penstock.execution.tied_parameters.exchange import Exchange
+    from penstock.execution.tied_parameters.holders import LocalTie
 
 
 class DriftCheck:
@@ -39,7 +39,7 @@ class DriftCheck:
             self._mine = [tuple(checksum(local_part(one.parameter)) for one in tie.holders) for tie in self._ties]
         return self._mine
 
-    def finish(self, received: Sequence[Mapping[int, Any]], transport: Transport) -> None:
+    def finish(self, received: Sequence[Mapping[int, Any]], exchange: Exchange) -> None:
         """Compare with what the other ranks have sent, for each tie by rank; raise if a tie has come apart."""
         suspects = []
         for tie, mine, others in zip(self._ties, self._mine, received, strict=True):
@@ -48,27 +48,33 @@ class DriftCheck:
             if len({*mine, *(one for theirs in others.values() for one in theirs)}) > 1:
                 suspects.append(tie)
         if suspects:
-            self._compare_values(suspects, transport)
+            self._compare_values(suspects, exchange)
 
     def _is_due(self) -> bool:
         step = self._step
         return self._every > 0 and (step % self._every == 0 or (step < self._every and step & (step - 1) == 0))
 
-    def _compare_values(self, ties: Sequence[LocalTie], transport: Transport) -> None:
+    def _compare_values(self, ties: Sequence[LocalTie], exchange: Exchange) -> None:
         values = [[local_part(one.parameter).detach() for one in tie.holders] for tie in ties]
         notes = [[value.contiguous() for value in each] for each in values]
-        for tie, mine, others in zip(ties, values, swap_between_holders(ties, notes, transport), strict=True):
-            by_rank = {**others, transport.rank: mine}
+        for tie, mine, others in zip(ties, values, swap_between_holders(ties, notes, exchange), strict=True):
+            by_rank = {**others, exchange.rank: mine}
             first, *rest = [value.to(mine[0].device) for rank in tie.ranks for value in by_rank[rank]]
             difference, size = _largest_difference(first, rest)
             if not difference <= _digits(first) * size:
                 raise StageError(self._describe(tie, difference, size), stage=tie.members[0].stage)
 
     def _describe(self, tie: LocalTie, difference: float, size: float) -> str:
+        how = f"{tie.tie}, of size {size:.3g}, differ by {difference:.3g}"
+        if self._step == 1:
+            return (
+                f"tied parameters begin with different values: {how}; build the model with one seed on all ranks, or "
+                "load the same weights into all of them, before the first step"
+            )
         steps = f"{self._step - 1} step{'' if self._step == 2 else 's'}"
         return (
-            f"tied parameters have drifted apart: {tie.tie}, of size {size:.3g}, differ by {difference:.3g} after "
-            f"{steps}; give all holders the same optimizer settings and checkpoint, and update them after step() only"
+            f"tied parameters have drifted apart: {how} after {steps}; give all holders the same optimizer settings "
+            "and checkpoint, and update them after step() only"
         )
 
 

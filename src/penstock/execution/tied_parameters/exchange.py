@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -14,27 +14,45 @@ from penstock.execution.wire_format import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from penstock.execution.channel import Pending
-    from penstock.runtime.ties.agreement import LocalTie
-    from penstock.runtime.transport.protocol import Transport
+    from penstock.execution.channel import Pending, Progress
+    from penstock.execution.tied_parameters.holders import LocalTie
 
 #: Tags that no transfer of a schedule has.
 _FIRST_TAG: Final = 2**30
 _LABEL: Final = "the exchange of tied parameters"
 
 
-def swap_between_holders(ties: Sequence[LocalTie], values: Sequence[Any], transport: Transport) -> list[dict[int, Any]]:
+class Exchange(Protocol):
+    """Moves bytes and tensors between the ranks that hold tied parameters."""
+
+    rank: int
+    progress: Progress
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Post a send of a contiguous tensor, which must not change until it is done."""
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Post a receive into a contiguous tensor."""
+
+    def send_bytes(self, peer: int, data: bytes) -> None:
+        """Send a few bytes to a peer. They arrive in order."""
+
+    def receive_bytes(self, peer: int) -> bytes:
+        """Wait for the next bytes from a peer."""
+
+
+def swap_between_holders(ties: Sequence[LocalTie], values: Sequence[Any], exchange: Exchange) -> list[dict[int, Any]]:
     """Send a value for each tie to all other ranks that hold it; returns theirs, by rank. All of them call it."""
     found: list[dict[int, Any]] = [{} for _ in ties]
     shared: dict[int, list[int]] = {}
     for number, tie in enumerate(ties):
         for peer in tie.ranks:
-            if peer != transport.rank:
+            if peer != exchange.rank:
                 shared.setdefault(peer, []).append(number)
     if not shared:
         return found
     device = local_part(ties[0].holders[0].parameter).device
-    received = swap(transport, {peer: [values[number] for number in shared[peer]] for peer in shared}, device)
+    received = swap(exchange, {peer: [values[number] for number in shared[peer]] for peer in shared}, device)
     for peer, numbers in shared.items():
         if not isinstance(received[peer], list) or len(received[peer]) != len(numbers):
             raise MetadataError(f"what rank {peer} sent of tied parameters could not be decoded")
@@ -43,25 +61,26 @@ def swap_between_holders(ties: Sequence[LocalTie], values: Sequence[Any], transp
     return found
 
 
-def swap(transport: Transport, values: Mapping[int, Any], device: torch.device) -> dict[int, Any]:
+def swap(exchange: Exchange, values: Mapping[int, Any], device: torch.device) -> dict[int, Any]:
     """Send each peer a value, and receive one from it; returns these by peer. All these ranks call it.
 
-    What a value looks like goes ahead through the store, so that a failure ends the wait and no device is waited for.
-    The tensors in it are posted in one order of all pairs of ranks, so that they pass any kind of lane.
+    What a value looks like goes ahead as bytes; a transport of the runtime sends these through the store, so that a
+    failure ends the wait and no device is waited for. The tensors in it are posted in one order of all pairs of ranks,
+    so that they pass any kind of lane.
     """
     flat = {peer: flatten(values[peer]) for peer in sorted(values)}
     for peer, (_, spec) in flat.items():
-        transport.send_bytes(peer, encode(spec))
-    specs = {peer: decode(transport.receive_bytes(peer)) for peer in flat}
+        exchange.send_bytes(peer, encode(spec))
+    specs = {peer: decode(exchange.receive_bytes(peer)) for peer in flat}
     buffers = {peer: [one.empty(device) for one in spec.tensors] for peer, spec in specs.items()}
     pending: list[tuple[int, Pending]] = []
     for peer, (tensors, _) in flat.items():
-        sends = (transport.send(tensor, peer, tag) for tag, tensor in _tagged(tensors))
-        receives = (transport.receive(tensor, peer, tag) for tag, tensor in _tagged(buffers[peer]))
+        sends = (exchange.send(tensor, peer, tag) for tag, tensor in _tagged(tensors))
+        receives = (exchange.receive(tensor, peer, tag) for tag, tensor in _tagged(buffers[peer]))
         # The lower rank sends first, and the higher one receives first.
-        for posts in (sends, receives) if transport.rank < peer else (receives, sends):
+        for posts in (sends, receives) if exchange.rank < peer else (receives, sends):
             pending += [(peer, post) for post in posts]
-    _wait(transport, pending)
+    _wait(exchange, pending)
     return {peer: specs[peer].unflatten(buffers[peer]) for peer in flat}
 
 
@@ -70,9 +89,9 @@ def _tagged(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor
     return ((_FIRST_TAG + number, tensor) for number, tensor in enumerate(tensors) if tensor.numel() > 0)
 
 
-def _wait(transport: Transport, pending: Sequence[tuple[int, Pending]]) -> None:
+def _wait(exchange: Exchange, pending: Sequence[tuple[int, Pending]]) -> None:
     """Wait for transfers as an operation of a step does: a watchdog sees it."""
-    progress = transport.progress
+    progress = exchange.progress
     progress.labels = progress.waits = [_LABEL] * len(pending)
     progress.peers = [peer for peer, _ in pending]
     progress.waiting = True
