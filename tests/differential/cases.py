@@ -39,8 +39,8 @@ class StagePlan:
 
     def __str__(self) -> str:
         notes = [name for name in ("frozen", "detaches", "tied") if getattr(self, name)]
-        told = f" ({', '.join(notes)})" if notes else ""
-        return f"{self.takes} > {' '.join(self.pieces) or 'nothing'} > {self.gives}{told}"
+        reported = f" ({', '.join(notes)})" if notes else ""
+        return f"{self.takes} > {' '.join(self.pieces) or 'nothing'} > {self.gives}{reported}"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Call:
 
     def __str__(self) -> str:
         without = [name for name in ("losses", "outputs") if not getattr(self, name)]
-        told = f" without {' and '.join(without)}" if without else ""
-        return f"{self.kind} of {self.samples}{told}{'' if self.after == 'keep' else f', then {self.after}'}"
+        reported = f" without {' and '.join(without)}" if without else ""
+        return f"{self.kind} of {self.samples}{reported}{'' if self.after == 'keep' else f', then {self.after}'}"
 
 
 @dataclass(frozen=True)

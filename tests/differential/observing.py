@@ -104,9 +104,9 @@ def differences(case: Case, expected: Observed, found: Observed, name: str) -> l
         if key not in expected or key not in found:
             problems.append(f"{name}: {key} is {'missing' if key in expected else 'unexpected'}")
             continue
-        told = _difference(case, key, expected[key], found[key])
-        if told:
-            problems.append(f"{name}: {key}: {told}")
+        reported = _difference(case, key, expected[key], found[key])
+        if reported:
+            problems.append(f"{name}: {key}: {reported}")
     return problems
 
 

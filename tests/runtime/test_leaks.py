@@ -132,7 +132,9 @@ def between(rank, ranks, *, group):
     return dict(after - before), dict(evaluated - after), len(kept)
 
 
-def test_only_gradients_are_there_between_steps(workers):
-    for more, after_evaluation, parameters in workers.run(between, ranks=2):
-        assert more == {f"({WIDTH}, {WIDTH})": parameters / 2, f"({WIDTH},)": parameters / 2}
+def test_only_gradients_and_the_loss_are_there_between_steps(workers):
+    first, last = workers.run(between, ranks=2)
+    for rank, (more, after_evaluation, parameters) in enumerate((first, last)):
+        loss = {"()": 1} if rank == 0 else {}  # pipe.loss, where the last stage of the V is
+        assert more == {f"({WIDTH}, {WIDTH})": parameters / 2, f"({WIDTH},)": parameters / 2} | loss
         assert after_evaluation == {}

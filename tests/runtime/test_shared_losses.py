@@ -10,7 +10,7 @@ from penstock.execution.framing import frame, join_parts
 from penstock.execution.value_spec import describe
 from penstock.execution.wire_format import encode
 from penstock.runtime import Pipeline, run_in_threads
-from penstock.runtime.shared_losses import _read, _written
+from penstock.runtime.shared_losses import _decode, _encode
 
 LOSSES = {
     "a number": lambda output, _: output.mean(),
@@ -45,8 +45,12 @@ def test_shapes_and_element_types_stay(kind):
 
 def test_losses_of_different_kinds():
     losses = [torch.tensor(0.1), torch.tensor([0.2], dtype=torch.float64), torch.tensor([[0.3]], dtype=torch.bfloat16)]
-    torch.testing.assert_close(_read(_written(losses), torch.device("cpu")), losses, rtol=0, atol=0)
-    assert _read(_written([]), torch.device("cpu")) == []
+    shares = [0.1, 0.7, 0.2]
+    found, their_shares = _decode(_encode(losses, shares), torch.device("cpu"))
+    torch.testing.assert_close(found, losses, rtol=0, atol=0)
+    assert their_shares == shares
+    assert _decode(_encode(losses, []), torch.device("cpu"))[1] == []
+    assert _decode(_encode([], []), torch.device("cpu")) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -60,15 +64,23 @@ def test_losses_of_different_kinds():
 )
 def test_what_cannot_be_losses_is_refused(described):
     with pytest.raises(MetadataError, match=r"could not decode"):
-        _read(join_parts([encode(describe(described)), bytes(8)]), torch.device("cpu"))
+        _decode(join_parts([encode(describe(described)), bytes(8)]), torch.device("cpu"))
+
+
+def test_shares_that_fit_no_losses_are_refused():
+    description = encode(describe([torch.zeros(1), torch.zeros(())]))
+    assert _decode(join_parts([description, bytes(4), bytes(8)]), torch.device("cpu")) == ([torch.zeros(())], [0.0])
+    for size in (4, 16):
+        with pytest.raises(MetadataError, match=r"could not decode"):
+            _decode(join_parts([description, bytes(4), bytes(size)]), torch.device("cpu"))
 
 
 def test_damaged_losses_are_refused():
-    data = bytearray(_written([torch.tensor(0.5), torch.tensor(0.25)]))
+    data = bytearray(_encode([torch.tensor(0.5), torch.tensor(0.25)], [0.5, 0.5]))
     data[-1] ^= 1
     with pytest.raises(MetadataError, match=r"checksum mismatch"):
-        _read(bytes(data), torch.device("cpu"))
+        _decode(bytes(data), torch.device("cpu"))
     with pytest.raises(MetadataError, match=r"could not decode"):
-        _read(join_parts([]), torch.device("cpu"))
+        _decode(join_parts([]), torch.device("cpu"))
     with pytest.raises(MetadataError, match=r"ends too early"):
-        _read(frame(bytes(2)), torch.device("cpu"))
+        _decode(frame(bytes(2)), torch.device("cpu"))

@@ -54,6 +54,8 @@ def train_whole(family: str) -> list[Seen]:
         optimizer.step()
         outputs = [_merged(column) for column in zip(*[_tensors(output) for _, output, _ in parts], strict=True)]
         losses = torch.stack([loss.detach() for loss, _, _ in parts])
+        if family not in OWN:  # whose outputs begin with the loss
+            outputs[0] = sum(weight / total * loss.detach() for loss, _, weight in parts)
         seen.append(Seen(losses, outputs, gradients, {name: one.detach().clone() for name, one in named.items()}))
     return seen
 

@@ -1,6 +1,7 @@
 """What a pipeline takes from a split: stages, edges, ties, the loss; and what it refuses."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -99,6 +100,48 @@ def test_ranks_with_different_splits_are_named():
 
     with pytest.raises((StageError, StepError), match=r"rank \d was given a different (schedule|split) from rank \d"):
         run_in_threads(worker, 2, timeout=30)
+
+
+def pipelines_of(make_split, **options):
+    """Make a pipeline on each of two ranks, whose splits are made from numbers of their own; returns the warnings."""
+    splits = [make_split(number) for number in range(2)]
+    schedule = schedule_of("1F1B")
+
+    def worker(transport):
+        split = splits[transport.rank]
+        if options:
+            split.materialize(transport.rank, schedule.placement, **options)
+        Pipeline(split, schedule, loss_fn=mse_loss, transport=transport)
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run_in_threads(worker, 2, timeout=30)
+    return [str(each.message) for each in warned]
+
+
+def seeded(number, *, built):
+    torch.manual_seed(number)
+    model = Skipping() if built else Skipping
+    return ps.split(model, stages=2, example=((torch.zeros(2, WIDTH),), {}))
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_ranks_with_different_models_are_warned(built):
+    messages = pipelines_of(lambda number: seeded(number, built=built))
+    assert len(messages) == 2
+    assert all(message.startswith("ranks 0 and 1 have stages of models with different values") for message in messages)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_ranks_with_one_model_are_not_warned(built):
+    assert not pipelines_of(lambda _: seeded(3, built=built))
+
+
+def test_only_what_the_parameters_come_from_is_compared():
+    weights = Skipping().state_dict()
+    assert not pipelines_of(lambda number: seeded(number, built=False), state_dict=weights)
+    assert not pipelines_of(lambda number: seeded(number, built=False), seed=5)
+    assert not pipelines_of(lambda number: seeded(number, built=False), init="per_name", seed=5)
 
 
 # The loss of the model ------------------------------------------------------------------------------------------------

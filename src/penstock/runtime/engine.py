@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 
-from penstock.errors import StageError
+from penstock.errors import MicrobatchError, StageError
 from penstock.execution.data_parallel import reduction_scope, reductions_of
 from penstock.execution.links import ABSENT
 from penstock.execution.microbatches.merge import merge
@@ -30,12 +30,18 @@ from penstock.runtime.ends import DetachedInputs
 from penstock.runtime.failure_scope import FailureScope, describe_failure
 from penstock.runtime.grad_scaling import Scaling
 from penstock.runtime.loss_weights import LossWeights
-from penstock.runtime.losses import check_reduction, find_shares
+from penstock.runtime.losses import check_reduction, combine_losses, find_shares
 from penstock.runtime.program_cache import PER_MICROBATCH, ProgramCache, check_shapes, model_with_headers
-from penstock.runtime.setup_checks import check_ranks_agree, check_stages, collect_stages
+from penstock.runtime.setup_checks import (
+    check_ranks_agree,
+    check_stages,
+    collect_stages,
+    warn_of_different_models,
+)
 from penstock.runtime.shared_losses import broadcast_losses
 from penstock.runtime.split_keywords import SplitKeywords
 from penstock.runtime.splits import collect_parts
+from penstock.runtime.switching import agree, fit_schedule
 from penstock.runtime.ties import Ties, describe_options
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.verification.check import verify as prove
@@ -87,6 +93,11 @@ class Training(NamedTuple):
     weights: LossWeights | None
 
 
+def is_forward_only(schedule: Schedule) -> bool:
+    """Return whether a schedule has no backward."""
+    return not packed.kind_mask(_BACKWARDS).take(packed.types(schedule.codes)).any()
+
+
 class Engine:
     """Runs a schedule on one rank.
 
@@ -106,6 +117,7 @@ class Engine:
         failures: the scope around each call: it makes an error here one on every rank.
         recording: the current recording, if any.
         judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
+        batch_loss: the loss of the last batch, where its losses are.
     """
 
     def __init__(
@@ -135,6 +147,8 @@ class Engine:
         self.custom_functions: dict[ComputationType, CustomFunction] = {}
         self.recording: Recording | None = None
         self.judges_loss = True
+        self.batch_loss: torch.Tensor | None = None
+        self._shares: Sequence[float] = ()
         self._shapes = shapes
         self._verify = verify
         self._share_losses = share_losses
@@ -152,6 +166,7 @@ class Engine:
             )
             schedule, self.loss_fn, self._target_name = parts.schedule, parts.loss_fn, parts.target
             self._reduction, self._weight = parts.reduction, parts.weight
+            self._replace_loss = parts.replace_loss
             check_reduction(self._reduction, self._weight)
             check_shapes(shapes)
             self.stages: Mapping[int, Stage] = collect_stages(parts.stages)
@@ -162,9 +177,7 @@ class Engine:
             self.compute = schedule
             self.schedule = self._lower(schedule)
             self.programs = self.new_programs()
-            self.batches = Batches(
-                self.rank, first=self.has_first, last=self.has_last, microbatches=schedule.microbatches, specs=specs
-            )
+            self.batches = self._new_batches(specs)
             self._reductions = reductions_of(self.schedule)
             self._must_train = not (allow_untrained or self.is_forward_only)
             self.scaling = None if scaler is None else Scaling(scaler, self.stages, transport)
@@ -174,6 +187,8 @@ class Engine:
             self._keywords = SplitKeywords(parts.target, is_required=of_model) if parts.digest else None
             common = {"split": parts.digest} | self._common_options() | describe_options(parts.ties, check_ties_every)
             check_ranks_agree(transport, self.schedule, common)
+            if parts.digest:
+                warn_of_different_models(transport, parts.origin)
             self.ties = Ties(parts.ties, self.stages, schedule.placement.rank_of, transport, check_ties_every)
 
     @property
@@ -194,13 +209,35 @@ class Engine:
     @property
     def is_forward_only(self) -> bool:
         """Whether the schedule has no backward."""
-        return not packed.kind_mask(_BACKWARDS).take(packed.types(self.schedule.codes)).any()
+        return is_forward_only(self.schedule)
 
     def new_programs(self) -> ProgramCache:
         """Programs for the present transport."""
         return ProgramCache(
             self.schedule, self.stages, self.transport, shapes=self._shapes, loss_fn=self.loss_fn, verify=self._verify
         )
+
+    def use(self, schedule: Schedule) -> None:
+        """Switch to another schedule of the same stages, on all ranks or on none; see ``Pipeline.use``."""
+        self.begin_call("use()")
+        compute: list[Schedule] = []
+
+        def prepare() -> Schedule:
+            compute.append(fit_schedule(schedule, self.schedule))
+            if is_forward_only(compute[0]) != self.is_forward_only:
+                has = "has no backward" if is_forward_only(compute[0]) else "has backwards"
+                raise StageError(f"the schedule {has}, unlike that of this pipeline; make another Pipeline for it")
+            return self._lower(compute[0])
+
+        lowered = agree(prepare, self.transport)
+        keeps_batches = lowered.microbatches == self.schedule.microbatches
+        self.compute, self.schedule = compute[0], lowered
+        self._reductions = reductions_of(lowered)
+        self.programs = self.programs.for_schedule(lowered)
+        if not keeps_batches:
+            self.batches = self._new_batches(self.batches.specs)
+        if self.recording is not None:
+            self.recording.use(lowered)
 
     def close(self) -> None:
         """Let go of connections and threads."""
@@ -248,21 +285,23 @@ class Engine:
             raise StageError(
                 "step() computes gradients, so it cannot run under torch.inference_mode(); call eval() instead"
             )
+        self.batch_loss = None
         if self._keywords is not None:
             self._keywords.check(kwargs, self.transport, has_last=self.has_last)
         varying = self.programs.links is None or self._shapes == PER_MICROBATCH
         batch = self.batches.of_step(args, kwargs, target, varying=varying)
         program: Runnable = self.programs.training(batch, self.customize)
         inputs = DetachedInputs(batch.args, batch.kwargs)
-        shares = self.find_shares(batch)
+        scale, shares = self.begin_scale(), self.find_shares(batch)
         weights = self._loss_weights(shares, target)
+        self._shares = shares
         self.failures.step = step = Step(
             self.schedule.microbatches,
             args=inputs.args,
             shared_args=inputs.shared,
             kwargs=inputs.kwargs,
             targets=batch.targets,
-            shares=shares,
+            shares=[scale * share for share in shares],
             samples=batch.counts.samples or (),
             target_samples=batch.counts.targets or (),
             keep_outputs=keep_outputs and self.has_last,
@@ -283,7 +322,10 @@ class Engine:
 
     def prepare_evaluation(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Runnable, Step]:
         """Prepare an evaluation: its program and its state."""
+        self.batch_loss = None
         batch = self.batches.of_evaluation(args, kwargs, target)
+        has_loss = target is not None and self.loss_fn is not None and self.has_last
+        self._shares = self._evaluation_shares(batch) if has_loss else ()
         # Without history: a slice of a slice that is made without gradients says that it needs one all the same.
         # And each with its own version: modifying one in place does not modify the others.
         args_of, kwargs_of, targets = map_tensors(lambda tensor: tensor.data, batch[:3])
@@ -303,13 +345,20 @@ class Engine:
     def collect(self, step: Step, losses: MutableSequence[torch.Tensor] | None) -> Any:
         """Append the losses of a step, shared with all ranks if they should be; returns its merged output."""
         found = [loss for loss in step.losses if loss is not None]
+        shares = self._shares
         if self._share_losses:
-            found = broadcast_losses(found, self.transport, self.schedule.placement.rank_of[-1], device_of(self.stages))
+            source = self.schedule.placement.rank_of[-1]
+            found, shares = broadcast_losses(found, shares, self.transport, source, device_of(self.stages))
+        if found and len(found) == len(shares):
+            self.batch_loss = combine_losses(found, shares)
         if losses is not None:
             losses.extend(found)
         if step.outputs is None:
             return None
-        return merge([output for output in step.outputs if output is not ABSENT], self.output_spec)
+        output = merge([output for output in step.outputs if output is not ABSENT], self.output_spec)
+        if self._replace_loss is not None and self.batch_loss is not None:
+            return self._replace_loss(output, self.batch_loss)
+        return output
 
     def customize(self, operations: NativeOperations) -> Custom:
         """Add the user's functions to the operations of a program, and the clock of a recording."""
@@ -317,17 +366,26 @@ class Engine:
             return self.recording.customize(operations)
         return Custom(self.pipe, operations, self.custom_functions)
 
+    def begin_scale(self) -> float:
+        """Get the factor of the gradients of this step; 1 without a scaler."""
+        return 1.0 if self.scaling is None else self.scaling.begin_step()
+
     def find_shares(self, batch: Batch) -> Sequence[float]:
-        """How much the loss of each microbatch counts, times the scale of the gradients; nothing without last stage."""
-        scale = 1.0 if self.scaling is None else self.scaling.begin_step()
+        """Find how much the loss of each microbatch counts; nothing without the last stage."""
         if not self.has_last:
             return ()
         agreed, counts = self.programs.samples, batch.counts
         if agreed and counts.targets and list(counts.targets) != list(agreed):
             varies = f"; if this batch differs in size from the first one, pass shapes={PER_MICROBATCH!r}"
             raise sample_mismatch_error(agreed, counts.targets, varies)
-        found = find_shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
-        return [scale * share for share in found]
+        return find_shares(self._reduction, batch.targets, counts.known or agreed, self._weight)
+
+    def _evaluation_shares(self, batch: Batch) -> Sequence[float]:
+        """Find how much the loss of each microbatch of an evaluation counts; nothing if that is not known."""
+        try:
+            return find_shares(self._reduction, batch.targets, batch.counts.known, self._weight, may_be_empty=True)
+        except MicrobatchError:  # the losses are right nevertheless; the loss of the batch is not known
+            return ()
 
     def _loss_weights(self, shares: Sequence[float], target: Any) -> LossWeights | None:
         if not (self.judges_loss and self.has_last):
@@ -350,6 +408,10 @@ class Engine:
         except BaseException as error:
             self.transport.fail(self.transport.explain(error) or describe_failure(error, self.rank))
             raise
+
+    def _new_batches(self, specs: Mapping[str, Any]) -> Batches:
+        microbatches = self.schedule.microbatches
+        return Batches(self.rank, first=self.has_first, last=self.has_last, microbatches=microbatches, specs=specs)
 
     def _lower(self, schedule: Schedule) -> Schedule:
         model = self.transport.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -120,25 +121,30 @@ class Pipeline:
         verify: bool = True,
         timeout: float = 300.0,
     ) -> None:
-        self._engine = Engine(
-            self,
-            stages,
-            schedule,
-            transport or _transport(schedule, group, timeout),
-            edges=edges,
-            loss_fn=loss_fn,
-            shapes=shapes,
-            loss_reduction=loss_reduction,
-            loss_weight=loss_weight,
-            specs={"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec},
-            output_spec=output_spec,
-            share_losses=share_losses,
-            scaler=scaler,
-            ties=ties,
-            check_ties_every=check_ties_every,
-            allow_untrained=allow_untrained,
-            verify=verify,
-        )
+        with ExitStack() as unless_done:
+            if transport is None:
+                transport = _transport(schedule, group, timeout)
+                unless_done.callback(transport.close)  # at once: its watchdog may hold it a while longer
+            self._engine = Engine(
+                self,
+                stages,
+                schedule,
+                transport,
+                edges=edges,
+                loss_fn=loss_fn,
+                shapes=shapes,
+                loss_reduction=loss_reduction,
+                loss_weight=loss_weight,
+                specs={"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec},
+                output_spec=output_spec,
+                share_losses=share_losses,
+                scaler=scaler,
+                ties=ties,
+                check_ties_every=check_ties_every,
+                allow_untrained=allow_untrained,
+                verify=verify,
+            )
+            unless_done.pop_all()
 
     @property
     def transport(self) -> Transport:
@@ -193,6 +199,24 @@ class Pipeline:
         """The parameters that several stages hold as one."""
         return self._engine.ties.ties
 
+    @property
+    def loss(self) -> torch.Tensor | None:
+        """The loss of the batch of the last ``step`` or ``eval``: the one that the gradients are of, unscaled.
+
+        The microbatches' losses count in it as ``loss_reduction`` says, as in the gradients. It is on the rank of the
+        last stage; with ``share_losses`` on all ranks. Elsewhere, without a loss, and if the samples of an evaluation
+        cannot be counted, it is None.
+
+        >>> from penstock import build
+        >>> model, loss_fn = torch.nn.Linear(4, 4), torch.nn.functional.mse_loss
+        >>> pipe = Pipeline({0: model}, build("GPipe", ranks=1, microbatches=2), loss_fn=loss_fn)
+        >>> x, target = torch.randn(3, 4), torch.randn(3, 4)
+        >>> _ = pipe.step(x, target=target)  # in microbatches of 2 and 1
+        >>> torch.allclose(pipe.loss, loss_fn(model(x), target))
+        True
+        """
+        return self._engine.batch_loss
+
     def step(
         self,
         *args: Any,
@@ -208,6 +232,7 @@ class Pipeline:
             target: needed on the rank of the last stage, and ignored elsewhere. With the loss of a split, the keyword
                 argument that the model takes for it, e.g. ``labels``, will do.
             losses: gets the loss of each microbatch, in order: at the last stage; with ``share_losses`` on all ranks.
+                The loss of the batch is in ``loss``.
             return_outputs: whether to keep and merge the outputs.
             **kwargs: keyword arguments, for every stage on this rank.
 
@@ -294,6 +319,24 @@ class Pipeline:
             uncounted=engine.ties.uncounted,
             unscaled=engine.ties.borrowed,
         )
+
+    def use(self, schedule: Schedule) -> None:
+        """Switch to another schedule between two steps. All ranks call it with the same one, as they call ``step``.
+
+        Stages, optimizers, gradients and connections stay as they are; all it costs is proving and compiling the new
+        schedule, and a dry run if the number of microbatches changes. If any rank refuses it, all raise, and the
+        current schedule stays in force.
+
+        Args:
+            schedule: a schedule with the same placement as ``pipe.schedule``, compute-only, or lowered for the same
+                edges. Its number of microbatches may differ.
+
+        Raises:
+            StageError: the placement is another one, or ranks were given different schedules.
+            EdgeError: it was lowered for other edges.
+            VerificationError: it would not run on this transport.
+        """
+        self._engine.use(schedule)
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run your own function for every action of a type; see ``penstock.runtime.custom_functions``."""

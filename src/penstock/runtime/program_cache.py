@@ -80,6 +80,25 @@ class ProgramCache:
         self._seen: Any = None
         self._seen_form: Any = None
 
+    def for_schedule(self, schedule: Schedule) -> ProgramCache:
+        """Make the programs of another schedule of the same stages; agreed shapes are kept if microbatches are.
+
+        Args:
+            schedule: a lowered schedule with the same placement and edges.
+        """
+        made = ProgramCache(
+            schedule,
+            self._stages,
+            self._transport,
+            shapes=self._shapes,
+            loss_fn=self._loss_fn,
+            verify=self._verify,
+        )
+        if schedule.microbatches == self._schedule.microbatches:
+            made.links, made.samples = self.links, self.samples
+            made._seen, made._seen_form = self._seen, self._seen_form
+        return made
+
     def training(self, batch: Batch, customized: Customized) -> Program[Step]:
         """Get the program of a step; the first time, all ranks agree on what goes over the links.
 

@@ -10,67 +10,37 @@ import json
 import time
 from collections import defaultdict
 from itertools import chain
-from statistics import mean, median
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, cast
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 import torch
 
 from penstock.errors import RunError
-from penstock.ir.actions import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    FULL_BACKWARD,
-    OVERLAP_F_B,
-    REDUCE_GRAD,
-    UNSHARD,
-)
+from penstock.execution.stage import device_of
+from penstock.ir.actions import OVERLAP_F_B
 from penstock.runtime.custom_functions import Custom
-from penstock.runtime.sent_bytes import SentBytes
+from penstock.runtime.link_probe import SMALL, probe_links
+from penstock.runtime.recorded_times import FIELDS, TimedAction, busy_time, mean_times
+from penstock.runtime.sent_messages import SentMessages
+from penstock.runtime.timed_transport import TimedTransport
+from penstock.runtime.transfer_costs import edge_costs, find_delays, message_sizes, ranks_of
 from penstock.simulation.costs import Costs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from penstock.execution.channel import Pending, Progress
     from penstock.execution.native_operations import NativeOperations
     from penstock.execution.step import Operation, Step
-    from penstock.ir.actions import Action, ComputationType
+    from penstock.ir.actions import Action
+    from penstock.ir.schedule import Schedule
     from penstock.runtime.engine import Engine, Runnable
     from penstock.runtime.program_cache import ProgramCache
     from penstock.runtime.transport.protocol import Transport
 
-#: The field of ``Costs`` for each type of action that a rank is busy with.
-FIELDS: Final[Mapping[ComputationType, str]] = {
-    FORWARD: "forward",
-    FULL_BACKWARD: "backward",
-    BACKWARD_INPUT: "backward_input",
-    BACKWARD_WEIGHT: "backward_weight",
-    UNSHARD: "unshard",
-    REDUCE_GRAD: "reduce",
-}
-
-
-class TimedAction(NamedTuple):
-    """An action as it ran on this rank.
-
-    Attributes:
-        action: the action; the parts of an overlap are separate.
-        begin: when it began, in seconds from the start of the step.
-        end: when it ended.
-        waited: how many of these seconds it waited for transfers.
-    """
-
-    action: Action
-    begin: float
-    end: float
-    waited: float
-
-    @property
-    def own(self) -> float:
-        """How long it took, without waiting for transfers."""
-        return self.end - self.begin - self.waited
+#: In how many steps, at most, messages are compared between ranks.
+_MOST_STEPS: Final = 32
 
 
 class Recording:
@@ -98,12 +68,16 @@ class Recording:
         self.ends: tuple[float, ...] = ()
         self.bytes_sent: tuple[int, ...] = ()
         self.bytes_between: Mapping[tuple[int, int], int] = {}
-        self._sent = SentBytes(engine.schedule)
+        self._messages = SentMessages(engine.schedule)
         self._engine = engine
         self._stages = engine.schedule.stages
         self._before: tuple[Transport, ProgramCache] | None = None
         self._times: dict[str, dict[int, float]] = {}
+        self._transfers: dict[str, Any] = {}
+        #: For each action of each step, how long the rank took to get to it.
+        self._starts: list[list[float]] = []
         self._begun = 0.0
+        self._ended = 0.0
         self._waited = 0.0
         #: Whether to record the next action: a step is running, and it is not part of another action.
         self._open = False
@@ -116,11 +90,20 @@ class Recording:
         return tuple(self.makespan - busy for busy in self.busy)
 
     def costs(self) -> Costs:
-        """How many seconds an action of each stage and type takes: the median over steps of the mean over a step.
+        """How many seconds an action of each stage and type takes, and how long messages are in flight.
 
-        A mean, because what slows down some actions of a step, e.g. a core that ranks share, is part of that step. If a
-        backward only ran whole, I and W get half of it each. Transfers are not included, so a prediction takes them as
-        free: for tiny stages, where they are much of the step, set ``latency``.
+        An action costs what its rank is busy for: the action itself, posting the sends and receives that it needs, and
+        starting them; not waiting. It is the median over steps of the mean over a step, because what slows down some
+        actions of a step, e.g. a core that ranks or a transport's thread share, is part of that step. If a backward
+        only ran whole, I and W get half of it each.
+
+        ``latency`` and ``bandwidth`` are those of messages that a rank waited for, from when they had been posted;
+        ``activation_bytes`` and ``gradient_bytes`` are what a microbatch sent. Edges between stages of one rank sent
+        nothing; they get the latency of the others.
+
+        Not modelled: what a call of ``step`` does before and after its actions (it splits the batch and merges the
+        outputs); how actions slow each other down when ranks share cores or memory bandwidth, beyond what they did
+        in these steps; links that messages share.
         """
         if not self._times:
             raise RunError("no step was recorded; call pipe.step() inside the with block, and read the costs after it")
@@ -134,7 +117,7 @@ class Recording:
                 self._times["backward"].get(stage, inputs[stage] + given["backward_weight"][stage])
                 for stage in range(self._stages)
             ]
-        return Costs.from_dict(given)
+        return Costs.from_dict({**given, **self._transfers})
 
     # While recording ------------------------------------------------------------------------------------------------
 
@@ -144,7 +127,7 @@ class Recording:
             raise RunError("this pipeline is already being recorded")
         self._before = engine.transport, engine.programs
         # Programs and links refer to the transport, so a recording has its own, and negotiates shapes again.
-        engine.transport = cast("Transport", _TimedTransport(engine.transport, self))
+        engine.transport = cast("Transport", TimedTransport(engine.transport, self))
         engine.programs = engine.new_programs()
         engine.recording = self
         return self
@@ -158,6 +141,13 @@ class Recording:
         if kind is None and self.steps:
             self._share()
 
+    def use(self, schedule: Schedule) -> None:
+        """Go on with another schedule of the same stages."""
+        assert self._before is not None
+        transport, programs = self._before
+        self._before = transport, programs.for_schedule(schedule)
+        self._messages.use(schedule)
+
     def record(self, program: Runnable) -> Runnable:
         """A program that is recorded as one step when it runs."""
         return _TimedProgram(program, self)
@@ -166,10 +156,12 @@ class Recording:
         """Run a program, and record its actions as one step."""
         self._engine.transport.exchange(b"")
         self.steps.append([])
+        self._starts.append([])
         self._open = True
         try:
-            with self._sent.step():
-                self._begun = time.perf_counter()
+            with self._messages.step():
+                self._begun = self._ended = time.perf_counter()
+                self._waited = 0.0
                 program.run(step, progress)
         finally:
             self._open = False
@@ -185,31 +177,37 @@ class Recording:
             if not self._open:  # an evaluation, or within a custom function, which is one action as a whole
                 operation(step)
                 return
-            self._open, self._waited = False, 0.0
             begin = time.perf_counter()
+            start = begin - self._ended - self._waited
+            self._open, self._waited = False, 0.0
             try:
                 operation(step)
                 self.synchronize()
             finally:
                 self._open = True
-            end = time.perf_counter()
+            self._ended = end = time.perf_counter()
             self.steps[-1].append(TimedAction(action, begin - self._begun, end - self._begun, self._waited))
+            self._starts[-1].append(start)
+            self._waited = 0.0
 
         return run
 
     def note_sent(self, tensor: torch.Tensor, tag: int) -> None:
-        """Count the bytes of a tensor that is sent."""
-        self._sent.note(tensor, tag)
+        """Note a tensor that was sent."""
+        self._messages.note_sent(tensor, tag, time.perf_counter())
 
-    def wait(self, pending: Pending) -> object:
-        """Wait for a transfer, and record for how long."""
+    def wait(self, pending: Pending, tag: int | None) -> object:
+        """Wait for a transfer, and record for how long; the tag is that of a receive."""
         begin = time.perf_counter()
         try:
             done = pending.wait()
             self.synchronize()
             return done
         finally:
-            self._waited += time.perf_counter() - begin
+            end = time.perf_counter()
+            self._waited += end - begin
+            if tag is not None:
+                self._messages.note_awaited(tag, begin, end)
 
     def synchronize(self) -> None:
         """Wait for the work that was launched on devices."""
@@ -220,9 +218,9 @@ class Recording:
 
     def _share(self) -> None:
         """Exchange the measurements, so that every rank has those of all."""
-        self._engine.transport.progress.call = "recording()"
-        found = self._engine.transport.exchange(json.dumps(self._mine()).encode())
-        ranks = [json.loads(data) for data in found]
+        transport = self._engine.transport
+        transport.progress.call = "recording()"
+        ranks = [json.loads(data) for data in transport.exchange(json.dumps(self._mine()).encode())]
         if len({len(rank["ends"]) for rank in ranks}) > 1:
             counts = ", ".join(f"rank {number}: {len(rank['ends'])}" for number, rank in enumerate(ranks))
             raise RunError(f"all ranks must record the same number of steps, but they recorded {counts}")
@@ -238,21 +236,33 @@ class Recording:
         for rank in ranks:
             for field, stage, taken in rank["times"]:
                 self._times[field][stage] = taken
+        sizes = message_sizes(self._engine.schedule, self.bytes_between, self._messages.steps[typical].tags // 2)
+        self._transfers = self._transfer_costs(sizes, [rank["messages"] for rank in ranks])
+
+    def _transfer_costs(self, sizes: Mapping[tuple[int, int], tuple[int, int]], ranks: Sequence[Any]) -> dict[str, Any]:
+        """Find what transfers cost, given when every rank has sent and awaited messages. All ranks call it."""
+        engine = self._engine
+        probed: dict[tuple[int, int], list[int]] = {}
+        for link in engine.schedule.links:
+            first, second = ranks_of(engine.schedule, link)
+            if first != second:
+                largest = max(2 * SMALL, *sizes[link.source, link.target], *probed.get((first, second), ()))
+                probed[first, second] = [SMALL, largest]
+        bounces = probe_links(engine.transport, probed, device_of(engine.stages), lambda: time.perf_counter())
+        return edge_costs(engine.schedule, sizes, find_delays(engine.schedule, ranks, bounces), bounces)
 
     def _mine(self) -> dict[str, Any]:
-        working = [[timed for timed in step if timed.action.computation_type in FIELDS] for step in self.steps]
         means: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for step in working:
-            times: dict[tuple[str, int], list[float]] = defaultdict(list)
-            for timed in step:
-                times[FIELDS[timed.action.computation_type], timed.action.stage_index].append(timed.own)
-            for key, taken in times.items():
-                means[key].append(mean(taken))
+        for step, starts in zip(self.steps, self._starts, strict=True):
+            for key, taken in mean_times(step, starts).items():
+                means[key].append(taken)
+        looked_at = self._messages.steps[:: max(1, len(self.steps) // _MOST_STEPS)]
         return {
             "times": [(field, stage, median(each)) for (field, stage), each in means.items()],
-            "busy": [sum(timed.own for timed in step) for step in working],
-            "ends": [max((timed.end for timed in step), default=0.0) for step in working],
-            "sent": [[(*ends, size) for ends, size in sent.items()] for sent in self._sent.steps],
+            "busy": [busy_time(step, starts) for step, starts in zip(self.steps, self._starts, strict=True)],
+            "ends": [max((timed.end for timed in step), default=0.0) for step in self.steps],
+            "sent": [[(*ends, size) for ends, size in step.size.items()] for step in self._messages.steps],
+            "messages": [(step.tags, step.sent, step.awaited) for step in looked_at],
         }
 
     def _per_stage(self, field: str) -> list[float]:
@@ -290,42 +300,3 @@ class _TimedProgram:
     def run(self, step: Step, progress: Progress) -> None:
         """Run it, when all ranks are ready."""
         self._record.run(self._program, step, progress)
-
-
-class _TimedTransfer:
-    """A transfer that records how long it was waited for."""
-
-    __slots__ = ("_pending", "_record")
-
-    def __init__(self, pending: Pending, record: Recording) -> None:
-        self._pending = pending
-        self._record = record
-
-    def wait(self) -> object:
-        """Return when it is done."""
-        return self._record.wait(self._pending)
-
-
-class _TimedTransport:
-    """A transport that records every wait for a transfer."""
-
-    def __init__(self, transport: Transport, record: Recording) -> None:
-        self._transport = transport
-        self._record = record
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Post a send."""
-        self._record.note_sent(tensor, tag)
-        return self._post(self._transport.send, tensor, peer, tag)
-
-    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        """Post a receive."""
-        return self._post(self._transport.receive, tensor, peer, tag)
-
-    def _post(
-        self, post: Callable[[torch.Tensor, int, int], Pending], tensor: torch.Tensor, peer: int, tag: int
-    ) -> Pending:
-        return _TimedTransfer(post(tensor, peer, tag), self._record)

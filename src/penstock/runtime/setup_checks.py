@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -77,7 +78,7 @@ def check_ranks_agree(transport: Transport, schedule: Schedule, options: Mapping
         schedule: the schedule.
         options: what else must be the same, as a line of text, by its name.
     """
-    mine = {"schedule": _describe_schedule(schedule), **options}
+    mine = {"schedule": describe_schedule(schedule), **options}
     for rank, data in enumerate(transport.exchange("\n".join(mine.values()).encode())):
         theirs = data.decode(errors="replace").split("\n")
         for (name, value), other in zip(mine.items(), [*theirs, *[""] * len(mine)], strict=False):
@@ -89,10 +90,29 @@ def check_ranks_agree(transport: Transport, schedule: Schedule, options: Mapping
     transport.connect(sorted({(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]}))
 
 
-def _describe_schedule(schedule: Schedule) -> str:
+def describe_schedule(schedule: Schedule) -> str:
+    """Describe a schedule in a line that is different for any other schedule."""
     edges = "" if schedule.is_chain else " ".join(str(edge._replace(value="")) for edge in schedule.edges)
     data = schedule.codes.tobytes() + schedule.offsets.tobytes() + edges.encode()
     digest = hashlib.sha256(data).hexdigest()[:16]
     size = f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
     counted = f"{len(schedule.codes)} actions" + (f", {len(schedule.edges)} edges" if edges else "")
     return f"{schedule.metadata.get('name', 'no name')}, {size}, {counted}, sha256 {digest}"
+
+
+def warn_of_different_models(transport: Transport, origin: str) -> None:
+    """Warn if the stages of ranks are parts of models that began differently, where that is known. All ranks call it.
+
+    It is no error: weights may be loaded later, and stages that are drawn from different seeds train well, though not
+    like the model that any seed gives.
+    """
+    first, *others = (data.decode(errors="replace") for data in transport.exchange(origin.encode()))
+    for rank, other in enumerate(others, start=1):
+        if first and other and first != other:
+            warnings.warn(
+                f"ranks 0 and {rank} have stages of models with different values ({first}; {other}), which together "
+                "are no model that one process would have built; call torch.manual_seed with one seed on all ranks "
+                "before the model is built, pass one seed= to materialize, or load the same weights before the split",
+                stacklevel=2,
+            )
+            return

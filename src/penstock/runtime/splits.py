@@ -44,6 +44,10 @@ class ModelLoss(Protocol):
     def target(self) -> str:
         """The name of the keyword argument that is the target."""
 
+    @property
+    def replace(self) -> Callable[[Any, torch.Tensor], Any]:
+        """Puts the loss of the batch into a merged output."""
+
 
 class Split(Protocol):
     """A split model, as far as a pipeline needs it."""
@@ -84,6 +88,8 @@ class Parts(NamedTuple):
         weight: how much a microbatch counts, if it is weighted.
         target: the name of the keyword argument that is the target, if one is not passed by itself.
         digest: the checksum of the split; empty for stages that were given by hand.
+        origin: what identifies the model that was split; empty if that is not known.
+        replace_loss: puts the loss of the batch into a merged output, if the output has it.
     """
 
     stages: GivenStages
@@ -94,6 +100,8 @@ class Parts(NamedTuple):
     weight: Weight | None
     target: str | None = None
     digest: str = ""
+    origin: str = ""
+    replace_loss: Callable[[Any, torch.Tensor], Any] | None = None
 
 
 def collect_parts(
@@ -130,12 +138,15 @@ def collect_parts(
         loss_weight,
         None if loss is None else loss.target,
         given.digest,
+        getattr(given, "origin", ""),
     )
     if loss is None or loss_fn is not None:
         return parts
     reduction = loss_reduction or loss.reduction
     weight = loss.weight if reduction == loss.reduction else None
-    return parts._replace(loss_fn=loss.loss_fn, reduction=reduction, weight=loss_weight or weight)
+    return parts._replace(
+        loss_fn=loss.loss_fn, reduction=reduction, weight=loss_weight or weight, replace_loss=loss.replace
+    )
 
 
 def add_edges(schedule: Schedule, edges: Iterable[Edge], giver: str) -> Schedule:

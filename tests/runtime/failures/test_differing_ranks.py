@@ -10,6 +10,7 @@ import torch.distributed as dist
 import penstock as ps
 from penstock.errors import PenstockError, StepError
 from penstock.runtime import Pipeline, run_in_threads
+from penstock.runtime.transport.watchdog import Watchdog
 from runtime.faults import (
     MICROBATCHES,
     SOON,
@@ -77,6 +78,38 @@ def test_constructors_that_do_not_fit():
             assert re.search(DIFFERENT[what], str(error)), (what, str(error))
             assert error.seconds < SOON
     assert [ours for _, ours in results] == [0, 0, 0]
+
+
+class Late(dict):
+    """Stages that take a while to list: other ranks wait for this one, and their watchdogs watch them wait."""
+
+    def items(self):
+        time.sleep(0.6)
+        return super().items()
+
+
+def fails_while_it_is_watched(rank, ranks, *, group):
+    """The pipeline cannot be created while its watchdog asks the store, which takes long on a busy machine."""
+    check = Watchdog._check
+
+    def check_slowly(watchdog, transport):
+        time.sleep(1.0)
+        return check(watchdog, transport)
+
+    Watchdog._check = check_slowly
+    try:
+        schedule = ps.build("GPipe" if rank else "1F1B", ranks=ranks, microbatches=MICROBATCHES)
+        stages = Late({rank: Faulty(rank)}) if rank else {rank: Faulty(rank)}
+        error = error_of(partial(Pipeline, stages, schedule, loss_fn=mse, group=group, timeout=20.0))
+        return str(error), threads()[0]
+    finally:
+        Watchdog._check = check
+
+
+def test_a_pipeline_that_cannot_be_created_leaves_no_thread(workers):
+    for message, ours in workers.run(fails_while_it_is_watched, ranks=2):
+        assert "a different schedule" in message
+        assert ours == 0
 
 
 def one_evaluates(rank, make, shapes):

@@ -90,11 +90,10 @@ class Training:
     def _step(self, number: int) -> None:
         self._optimizer.zero_grad()
         tokens, target = self._text.batch(number, self.size, CONTEXT)
-        losses: list[Tensor] = []
         begin = time.perf_counter()
-        self.pipe.step(*([tokens] if self.pipe.has_first else []), target=target, losses=losses, return_outputs=False)
-        if losses:
-            loss = torch.stack(losses).mean().item()
+        self.pipe.step(*([tokens] if self.pipe.has_first else []), target=target, return_outputs=False)
+        if self.pipe.loss is not None:
+            loss = self.pipe.loss.item()
             self._report("step", step=number + 1, loss=loss, seconds=time.perf_counter() - begin)
 
     def _update(self) -> None:

@@ -50,8 +50,7 @@ def _reduced(engine: Engine, unsplit: Unsplit, losses: Sequence[torch.Tensor], t
         return Reduction(unchecked="loss_fn returns a different loss when called again with the same values")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return Reduction(unchecked="loss_fn does not return one number for the whole batch")
-    scale = 1.0 if engine.scaling is None else engine.scaling.scale
-    counted = [share / scale * float(one) for share, one in zip(unsplit.shares, losses, strict=True)]
+    counted = [share * float(one) for share, one in zip(unsplit.shares, losses, strict=True)]
     whole, size = float(loss.detach()), math.fsum(abs(one) for one in counted)
     return Reduction(whole, sum(counted), precision(loss) * max(size, abs(whole)))
 

@@ -56,10 +56,9 @@ class Unsplit:
         orders = {index: list(microbatches) for index in engine.stages}
         args, kwargs, targets = self._batch[:3]
         with engine.step_scope(training=True), Replay(engine.stages, orders) as self._replay:
-            self.shares = engine.find_shares(self._batch)
-            plain.run(
-                copy_as_leaves(args), copy_as_leaves(kwargs), targets, self.shares, self._in_halves if split else None
-            )
+            scale, self.shares = engine.begin_scale(), engine.find_shares(self._batch)
+            shares = [scale * share for share in self.shares]
+            plain.run(copy_as_leaves(args), copy_as_leaves(kwargs), targets, shares, self._in_halves if split else None)
         self.outputs = plain.outputs
         # A lower rank that shares a parameter finishes with it later.
         return pop_gradients(self._mine), self._halves, plain.losses
