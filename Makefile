@@ -53,9 +53,12 @@ bench: setup
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/lowering.py
 	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/plan.py
 	$(BIN)/python benchmarks/runtime.py
 	$(BIN)/python benchmarks/dropin.py
 	$(BIN)/python benchmarks/skips.py
+	$(BIN)/python benchmarks/prediction.py
+	$(BIN)/python benchmarks/planned.py
 
 format: setup
 	$(BIN)/ruff format .

@@ -1,6 +1,7 @@
 import ast
 import copy
 import importlib
+import os
 import pickle
 import re
 import subprocess
@@ -9,7 +10,6 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 
 import pytest
 
@@ -33,7 +33,9 @@ PUBLIC = [
     "ModelError",
     "PenstockError",
     "Placement",
+    "Plan",
     "PlacementError",
+    "PlanError",
     "ReadError",
     "RunError",
     "Samples",
@@ -55,6 +57,8 @@ PUBLIC = [
     "build",
     "check",
     "lower",
+    "plan",
+    "profile",
     "read",
     "repair",
     "safe_models",
@@ -108,12 +112,13 @@ def test_the_command_line_loads_neither_torch_nor_numba():
 
 @pytest.mark.processes
 def test_the_import_is_quick():
-    """0.15 s is the promise, and it takes about 0.01 s: a bound that a busy machine keeps."""
+    """0.15 s is the promise, and it takes about 0.01 s. Processor time counts: a busy machine makes others wait."""
 
     def seconds(code):
-        begin = perf_counter()
+        before = os.times()
         run(code)
-        return perf_counter() - begin
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
 
     bare, ours = zip(*((seconds("pass"), seconds("import penstock")) for _ in range(5)), strict=True)
     assert median(ours) - median(bare) < 0.15
@@ -141,6 +146,7 @@ EXAMPLES = [
     errors.PlacementError("wrong", stage=1, places=[(0, 1)]),
     errors.SizeError("wrong", field="ranks", value=0),
     errors.ModelError("wrong"),
+    errors.PlanError("no", field="memory_limit", value=1, smallest=2.0, rank=3),
     errors.UnknownScheduleError("1F2B", near=["1F1B"], known=["1F1B", "GPipe"]),
     errors.FormatError("wrong", path="it.csv", row=1, cell=2),
     errors.ScheduleSyntaxError("wrong", text="2Q1", row=1, cell=2),
@@ -166,6 +172,8 @@ def test_errors_go_between_processes(error):
 #: What a file or a layer imports when it is asked for, and says how to install if it is not there.
 _OPTIONAL = {
     "chart.py": {"matplotlib"},
+    "front.py": {"matplotlib"},
+    "cp_sat.py": {"ortools"},
     "_schedule_visualizer.py": {"matplotlib"},
     "execution": {"torch"},
     "models": {"torch"},

@@ -57,6 +57,7 @@ COVERED = [
     "CHANGELOG.md",
     "docs/formats.md",
     "docs/simulation.md",
+    "docs/planning.md",
     "docs/models.md",
     "docs/running.md",
     "docs/drop-in.md",
@@ -118,3 +119,17 @@ def test_a_phrase_is_found_in_strings_docstrings_and_comments(tmp_path, text):
 def test_names_are_not_texts(tmp_path):
     (tmp_path / "a.py").write_text("told = anew(lest)\n")
     assert phrases_in(tmp_path / "a.py") == []
+
+
+def test_names_use_the_words_of_the_field():
+    """Names of functions and variables, of the tests as well: what is told is reported, described or named."""
+    pattern = r"(^|_)told(_|$)|(^tells?_)|(_tells?(_|$))|that_there_(is|are)_not"  # files have a method tell
+    folders = [ROOT / "src", ROOT / "tests", ROOT / "examples", ROOT / "benchmarks"]
+    found = [
+        f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}"
+        for folder in folders
+        for path in sorted(folder.rglob("*.py"))
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.NAME and re.search(pattern, token.string)
+    ]
+    assert not found

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ModelError,
         PenstockError,
         PlacementError,
+        PlanError,
         ReadError,
         RunError,
         ScheduleError,
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from penstock.lowering.pipeline import lower
     from penstock.lowering.repair import repair
     from penstock.models.split import split
+    from penstock.planning.plan import plan
+    from penstock.planning.result import Plan
+    from penstock.runtime.profiling import profile
     from penstock.schedules.registry import build
     from penstock.simulation.costs import Costs
     from penstock.simulation.sampling import Samples, simulate_many
@@ -77,7 +81,9 @@ _HOMES = {
     "ModelError": "penstock.errors",
     "PenstockError": "penstock.errors",
     "Placement": "penstock.ir.placement",
+    "Plan": "penstock.planning.result",
     "PlacementError": "penstock.errors",
+    "PlanError": "penstock.errors",
     "ReadError": "penstock.errors",
     "RunError": "penstock.errors",
     "Samples": "penstock.simulation.sampling",
@@ -98,6 +104,8 @@ _HOMES = {
     "build": "penstock.schedules.registry",
     "check": "penstock.verification.check",
     "lower": "penstock.lowering.pipeline",
+    "plan": "penstock.planning.plan",
+    "profile": "penstock.runtime.profiling",
     "read": "penstock.ir.formats",
     "repair": "penstock.lowering.repair",
     "safe_models": "penstock.verification.check",
@@ -125,6 +133,8 @@ __all__ = [
     "PenstockError",
     "Placement",
     "PlacementError",
+    "Plan",
+    "PlanError",
     "ReadError",
     "RunError",
     "Samples",
@@ -146,6 +156,8 @@ __all__ = [
     "build",
     "check",
     "lower",
+    "plan",
+    "profile",
     "read",
     "repair",
     "safe_models",

@@ -401,7 +401,7 @@ def test_edges_beyond_the_chain(tmp_path):
     assert penstock("convert", "skip.json", "skip.txt", cwd=tmp_path).returncode == 0
     assert ps.read(tmp_path / "skip.txt") == ps.read(tmp_path / "skip.json")
     (tmp_path / "costs.toml").write_text("activation_bytes = [10, 50, 10]\nbandwidth = 100\n")
-    told = penstock("simulate", "skip.json", "--costs", "costs.toml", cwd=tmp_path).stdout
-    assert "bytes sent by all ranks: 140" in told
+    reported = penstock("simulate", "skip.json", "--costs", "costs.toml", cwd=tmp_path).stdout
+    assert "bytes sent by all ranks: 140" in reported
     facts = json.loads(penstock("simulate", "skip.json", "--costs", "costs.toml", "--json", cwd=tmp_path).stdout)
     assert [rank["bytes_sent"] for rank in facts["ranks"]] == [60, 20, 60]

@@ -23,12 +23,20 @@ class Tied(nn.Module):
         return hidden @ self.embedding.weight.T
 
 example = ((torch.arange(6).view(2, 3),), {})
+too_large = torch.tensor([[1.5]])
+
+def helper():
+    raise ValueError("no")
+
+def fails():
+    return helper()
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "my_models.py").write_text(MODEL)
+    (tmp_path / "broken.py").write_text("model = 1\nmodel / 0\n")
     return tmp_path
 
 
@@ -68,12 +76,26 @@ def test_a_layout_from_a_file(folder):
     ("arguments", "message"),
     [
         (["my_models.py:Tied", "--stages", "2"], "a Tied needs an example"),
+        (["my_models.py:Tied", "--stages", "2"], "; here, --example FILE.py:NAME names it"),
+        (
+            ["my_models.py:fails", "--stages", "2"],
+            "my_models.py:fails failed in my_models.py, line 23, in helper: ValueError: no",
+        ),
+        (["broken.py:model", "--stages", "2"], "ZeroDivisionError: division by zero (broken.py, line 2, in <module>)"),
+        (
+            ["my_models.py:sequential", "--stages", "2", "--example", "my_models.py:fails"],
+            "my_models.py:fails failed in my_models.py, line 23, in helper: ValueError: no",
+        ),
+        (
+            ["my_models.py:Tied", "--stages", "2", "--example", "my_models.py:too_large"],
+            "raised in my_models.py, line 14, in forward",
+        ),
         (["my_models.py:sequentiel", "--stages", "2"], "my_models.py has no 'sequentiel'; did you mean sequential?"),
         (["nothing.py:build", "--stages", "2"], "there is no file nothing.py"),
         (["no_such_module_of_mine:build", "--stages", "2"], "there is no module 'no_such_module_of_mine'"),
         (["my_models.py", "--stages", "2"], "'my_models.py' names no Python object; write e.g."),
         (["my_models.py:sequential", "--stages", "9"], "9 stages need at least as many units"),
-        (["my_models.py:sequential"], "pass either stages= or layout="),
+        (["my_models.py:sequential"], "pass either --stages or --layout, e.g. --stages 4"),
         (["my_models.py:sequential", "--layout", "none.yaml"], "there is no file none.yaml"),
     ],
 )

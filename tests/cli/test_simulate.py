@@ -22,7 +22,7 @@ def costs(tmp_path):
     return str(path)
 
 
-def test_simulate_draws_to_scale_and_tells_where_the_time_goes():
+def test_simulate_draws_to_scale_and_shows_where_the_time_goes():
     assert run("simulate", "1F1B", "-r", "2", "-m", "3", "--width", "44").splitlines() == [
         "       busy peak",
         "rank 0  75%    2 F0F1....B0--F2B1--..B2--",

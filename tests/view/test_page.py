@@ -393,9 +393,9 @@ def test_no_script_runs_but_ours(show):
         """async () => {
             const script = document.createElement("script");
             script.textContent = "window.intruder = true";
-            const told = new Promise((done) => addEventListener("securitypolicyviolation", done));
+            const reported = new Promise((done) => addEventListener("securitypolicyviolation", done));
             document.body.append(script);
-            return [(await told).effectiveDirective, window.intruder === undefined];
+            return [(await reported).effectiveDirective, window.intruder === undefined];
         }"""
     )
     assert refused == ["script-src-elem", True]

@@ -48,7 +48,7 @@ def test_times_without_a_unit_fill_the_width():
     """)
 
 
-def test_stages_are_told_apart_where_there_is_room():
+def test_stages_are_reported_apart_where_there_is_room():
     timeline = simulate(build("ZBVZeroBubble", ranks=2, microbatches=2))
 
     assert plain(timeline, 80) == picture("""

@@ -13,6 +13,8 @@ from penstock.cli.compare import compare
 from penstock.cli.convert import convert
 from penstock.cli.demo import demo
 from penstock.cli.describe import describe
+from penstock.cli.plan import plan
+from penstock.cli.profile import profile
 from penstock.cli.run import RUN_SETTINGS, run
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate_command
@@ -44,7 +46,9 @@ app.command()(show)
 app.command("check")(check_command)
 app.command("simulate")(simulate_command)
 app.command()(compare)
+app.command()(plan)
 app.command()(describe)
+app.command()(profile)
 app.command()(view)
 app.command()(convert)
 app.command(context_settings=RUN_SETTINGS)(run)
@@ -63,4 +67,4 @@ def penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Build, draw, verify, simulate, run, read and write pipeline-parallel schedules; split models for them."""
+    """Build, draw, verify, simulate, plan, run, read and write pipeline-parallel schedules; split models for them."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.source import Json
-from penstock.cli.user_code import load
+from penstock.cli.user_code import load, user_code
 from penstock.errors import RunError, SplitError
 
 
@@ -41,18 +41,32 @@ def describe(
     """
     if find_spec("torch") is None:
         raise RunError("penstock describe needs torch: pip install 'penstock[torch]'")
+    if (stages is None) == (layout is None):
+        raise RunError("pass either --stages or --layout, e.g. --stages 4")
     split = import_module("penstock.models.split").split  # its layer imports torch
-    given = None if example is None else load(example)
-    made = split(
-        load(model),
-        stages=stages,
-        layout=None if layout is None else _layout(layout),
-        example=given() if callable(given) else given,
-    )
+    built = load(model)
+    given = None if example is None else example_from(example)
+    try:
+        with user_code(model):
+            made = split(built, stages=stages, layout=None if layout is None else layout_from(layout), example=given)
+    except SplitError as error:
+        if example is None and "example=" in str(error):
+            raise RunError(f"{error}; here, --example FILE.py:NAME names it") from error
+        raise
     typer.echo(json.dumps(_facts(made), indent=2) if machine else made.describe().rstrip("\n"))
 
 
-def _layout(text: str) -> Any:
+def example_from(text: str) -> Any:
+    """Import an example, or what a function for it returns."""
+    given = load(text)
+    if not callable(given):
+        return given
+    with user_code(text):
+        return given()
+
+
+def layout_from(text: str) -> Any:
+    """Return the layout in a file, or the text."""
     path = Path(text)
     if path.suffix not in (".yaml", ".yml", ".json"):
         return text

@@ -166,6 +166,7 @@ def environment_of(rank: int, ranks: int, port: int, given: Mapping[str, str]) -
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
         "PYTHONUNBUFFERED": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # when a rank exits, torch warns the others with a page of C++ frames
     }
     of_the_rank = {
         "RANK": rank,

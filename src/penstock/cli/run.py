@@ -51,7 +51,7 @@ def run(
 
     Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun;
     and, unless they are set, OMP_NUM_THREADS, for its share of the cores, GLOO_SOCKET_IFNAME, for this machine only,
-    and PYTHONUNBUFFERED.
+    PYTHONUNBUFFERED, and TORCH_CPP_LOG_LEVEL=ERROR, without which torch prints C++ frames when another rank exits.
 
     When a rank fails, the others have a few seconds to report what they know before they are terminated. The last line
     names the ranks that failed on their own: first those killed by a signal, then exit codes other than 1, then 1, as

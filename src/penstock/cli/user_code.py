@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -10,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from penstock.errors import SplitError
+from penstock.errors import PenstockError, RunError, SplitError
 
 
 def load(text: str) -> Any:
@@ -32,6 +35,53 @@ def load(text: str) -> Any:
     return value
 
 
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Report what a user's code raises in here in one line that names the place in that code.
+
+    Args:
+        what: what runs, as the user calls it.
+    """
+    try:
+        yield
+    except PenstockError as error:
+        cause = error.__cause__
+        while cause is not None and cause.__cause__ is not None:
+            cause = cause.__cause__
+        place = None if cause is None else _place(cause)
+        if place is None:
+            raise
+        raise RunError(f"{error}; raised in {place}") from error
+    except Exception as error:
+        place = _place(error)
+        if place is None:
+            raise
+        raise RunError(f"{what} failed in {place}: {type(error).__name__}: {error}") from error
+
+
+def _place(error: BaseException) -> str | None:
+    """Return the innermost place in a user's file that an error came through; None if there is none."""
+    ours = str(Path(__file__).parents[1])
+    libraries = (ours, sys.base_prefix, sys.prefix, "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [
+        frame for frame in frames if not frame.filename.startswith(libraries) and "site-packages" not in frame.filename
+    ]
+    if not mine:
+        return None
+    return f"{_shown(mine[-1].filename)}, line {mine[-1].lineno}, in {mine[-1].name}"
+
+
+def _described(error: BaseException) -> str:
+    place = _place(error)
+    return f"{type(error).__name__}: {error}{f' ({place})' if place else ''}"
+
+
+def _shown(filename: str) -> str:
+    path, here = Path(filename), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def _from_module(name: str) -> ModuleType:
     folder = str(Path.cwd())
     if folder not in sys.path:
@@ -43,7 +93,7 @@ def _from_module(name: str) -> ModuleType:
             raise SplitError(f"there is no module {name!r} in {folder} or installed") from None
         raise SplitError(f"{name} cannot be imported: {error}") from error
     except Exception as error:
-        raise SplitError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise SplitError(f"{name} cannot be imported: {_described(error)}") from error
 
 
 def _from_file(path: Path) -> ModuleType:
@@ -57,5 +107,5 @@ def _from_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise SplitError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise SplitError(f"{path} cannot be imported: {_described(error)}") from error
     return module

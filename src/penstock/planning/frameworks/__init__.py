@@ -1,0 +1,1 @@
+"""Writes plans as the settings of training frameworks."""

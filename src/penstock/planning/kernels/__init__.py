@@ -1,0 +1,1 @@
+"""The compiled kernels of the search: they evaluate and improve orders by the thousand."""
