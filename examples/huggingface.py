@@ -34,12 +34,11 @@ optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 
 tokens = torch.randint(128, (8, 32), generator=torch.Generator().manual_seed(0))
 for step in range(8):
-    losses: list[torch.Tensor] = []
-    pipe.step(input_ids=tokens, labels=tokens, losses=losses, return_outputs=False)
+    pipe.step(input_ids=tokens, labels=tokens, return_outputs=False)
     optimizer.step()
     optimizer.zero_grad()
-    if losses:  # on the rank of the last stage
-        print(f"step {step} loss {torch.stack(losses).mean():.4f}")
+    if pipe.loss is not None:  # on the rank of the last stage
+        print(f"step {step} loss {pipe.loss:.4f}")
 
 pipe.close()
 dist.destroy_process_group()
