@@ -7,6 +7,7 @@ test-fast` leaves these out.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import resource
 import signal
@@ -53,6 +54,12 @@ def workers() -> Iterator[Workers]:
 #: Fixtures that start processes.
 STARTING = {"workers", "browser"}
 FAULTS = pytest.StashKey[int]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Have matplotlib list the machine's fonts before any test: the first time, it starts a process for that."""
+    if not hasattr(session.config, "workerinput"):
+        importlib.import_module("matplotlib.font_manager")
 
 
 @pytest.hookimpl(tryfirst=True)
