@@ -3,6 +3,7 @@
 import gc
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -376,6 +377,24 @@ def test_values_that_do_not_fit_are_listed(values, message):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(SplitError, match=f"the state_dict does not fit the model: {message}"):
         materialize(model, ["0.weight", "0.bias", "1.bias"], state_dict=values)
+
+
+def test_values_that_are_no_tensors_are_refused():
+    with pytest.raises(SplitError, match=r"other shapes: weight: a int, expected a tensor"):
+        materialize(nn.Linear(2, 2), ["weight"], state_dict={"weight": 3})
+    with pytest.raises(SplitError, match=r"state_dict= must have tensors by name, got a int"):
+        materialize(nn.Linear(2, 2), ["weight"], state_dict=3)
+
+
+def test_seeds_of_any_integer_type_are_one_seed():
+    for init in ("exact", "per_name"):
+        parts = [materialize(Inits, ["raw"], init=init, seed=seed) for seed in (5, np.int64(5), torch.tensor(5))]
+        assert torch.equal(parts[0]["raw"], parts[1]["raw"])
+        assert torch.equal(parts[0]["raw"], parts[2]["raw"])
+    with pytest.raises(SplitError, match=r"seed= must be an integer, .* got 'x'"):
+        materialize(Inits, ["raw"], seed="x")
+    with pytest.raises(SplitError, match=r"seed= must be an integer, .* got a tensor of shape \[\d+\]"):
+        materialize(Inits, ["raw"], init="per_name", seed=torch.get_rng_state())
 
 
 def test_values_are_converted_to_the_type_of_the_model():

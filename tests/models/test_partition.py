@@ -3,6 +3,7 @@
 from fractions import Fraction
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,8 +145,18 @@ def test_a_thousand_units_are_cut_at_once():
         ([1, float("nan")], "costs must be finite numbers"),
         ([1, float("inf")], "costs must be finite numbers"),
         ([1, None], "costs must be finite numbers"),
+        (["1", "2"], "costs must be finite numbers"),
+        (3, r"costs= must be a list with a number per layer, or numbers by name, got 3; write e.g. costs=\[1, 1, 2\]"),
+        ("ab", "costs= must be a list with a number per layer, or numbers by name, got 'ab'"),
+        ({1, 2}, r"costs= must be a list .* got \{1, 2\}"),
+        ({0: 1, 1: 2}, "costs= names 0, which is not the name of a module; write e.g. costs="),
     ],
 )
 def test_bad_costs_are_refused(costs, message):
     with pytest.raises(CostsError, match=message):
         by_cost(model(2), costs, 2)
+
+
+@pytest.mark.parametrize("costs", [np.array([1.0, 3.0]), iter([1, 3])])
+def test_costs_may_be_an_array_or_an_iterator(costs):
+    assert by_cost(model(2), costs, 2) == (("embed", "layers.0"), ("layers.1", "norm", "head"))

@@ -274,6 +274,18 @@ def test_thirty_layers_are_distributed():
         assert max(counts) - min(counts) == 1
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.complex128])
+def test_parameters_without_elements(shape, dtype):
+    model = mlp().double()
+    model[2].extra = nn.Parameter(torch.empty(shape, dtype=dtype))
+    model[0].phase = nn.Parameter(torch.ones(2, dtype=dtype))
+    split = ps.split(model, stages=2, example=rows(2, 4))
+    assert_complete(split, model)
+    assert torch.equal(split.stages()[1](split.stages()[0](rows(2, 4))), model(rows(2, 4)))
+
+
 def test_a_copy_of_a_stage_is_independent():
     model, example = make("tied")
     first, last = ps.split(model, stages=2, example=example).stages().values()

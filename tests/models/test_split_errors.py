@@ -8,7 +8,7 @@ from torch import nn
 
 import penstock as ps
 from models.in_turn import Tied
-from penstock.errors import SplitError
+from penstock.errors import SizeError, SplitError
 
 X = ((torch.ones(2, 4),), {})
 
@@ -199,10 +199,30 @@ ERRORS = {
         "ties= names 'layers.1.wieght', which is not a parameter; did you mean layers.1.weight",
         "layers.1.wieght",
     ),
+    "tie of a module": (
+        Chain,
+        {"stages": 2, "ties": [("layers.0", "layers.1.weight")]},
+        "ties= names 'layers.0', which is not a parameter; name its parameters, e.g. layers.0.weight",
+        "layers.0",
+    ),
+    "ties that are a number": (Chain, {"stages": 2, "ties": 3}, "ties= must be a list of groups of names, got 3", None),
+    "tie of numbers": (Chain, {"stages": 2, "ties": [(1, 2)]}, "a tie is at least two names of parameters", None),
+    "costs of a layout": (
+        Chain,
+        {"layout": names([0, 1], [2]), "costs": [1, 1, 1]},
+        "costs= chooses a layout, but layout= is one",
+        None,
+    ),
+    "constructor with arguments": (
+        nn.Linear,
+        {"stages": 2},
+        "split calls Linear without arguments to build the model, but it is missing a required argument: 'in_features'",
+        None,
+    ),
     "one name in a tie": (Chain, {"stages": 2, "ties": ["layers.0.weight"]}, "a tie is at least two names", None),
     "neither": (Chain, {}, "pass either stages= or layout=", None),
     "both": (Chain, {"stages": 2, "layout": [[]]}, "pass either stages= or layout=", None),
-    "example": (Chain, {"stages": 2, "example": (torch.ones(2, 4),)}, "but must be (args, kwargs)", None),
+    "example": (Chain, {"stages": 2, "example": (torch.ones(2, 4),)}, "must be (args, kwargs)", None),
     "bad example": (
         Chain,
         {"stages": 2, "example": ((torch.ones(2, 5),), {})},
@@ -301,10 +321,32 @@ def test_an_example_is_what_the_model_is_called_with(example):
     split.check(example)
 
 
-@pytest.mark.parametrize("example", [X[0], [X[0][0]], X[0][0].numpy(), {0: X[0][0]}])
-def test_what_is_no_example_is_refused(example):
-    with pytest.raises(SplitError, match=r"must be \(args, kwargs\), a tuple and a dict; write e.g. example="):
+@pytest.mark.parametrize(
+    ("example", "kind"),
+    [
+        (X[0], "(Tensor)"),
+        ((X[0][0], {}), "(Tensor, dict)"),
+        ((X[0], {0: 1}), "(tuple, dict)"),
+        ([X[0][0]], "list"),
+        (X[0][0].numpy(), "ndarray"),
+        ({0: X[0][0]}, "dict"),
+    ],
+)
+def test_what_is_no_example_is_refused(example, kind):
+    message = f"example= must be (args, kwargs), a tuple and a dict, got {kind}; write e.g. example="
+    with pytest.raises(SplitError, match=re.escape(message)):
         ps.split(Chain(), stages=3, example=example)
+
+
+def test_the_stages_of_what_is_no_rank_are_refused():
+    split = ps.split(Chain(), stages=2, example=X)
+    schedule = ps.build("1F1B", ranks=2, microbatches=2)
+    with pytest.raises(SplitError, match=re.escape("pass placement=schedule.placement, got a Schedule")):
+        split.stages(0, schedule)
+    with pytest.raises(SizeError, match="rank must be at most 1, got 2"):
+        split.stages(2, schedule.placement)
+    with pytest.raises(SizeError, match="rank must be at least 0, got -1"):
+        split.stages(-1, schedule.placement)
 
 
 @pytest.mark.parametrize(

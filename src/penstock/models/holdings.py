@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from penstock.models.construction import named_tensors
 from penstock.models.units import names_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -109,13 +110,11 @@ def declared_ties(model: nn.Module, ties: Iterable[Sequence[str]]) -> dict[int, 
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     replaced: dict[int, torch.Tensor] = {}
-    for tie in ties:
-        if isinstance(tie, str) or len(tie) < 2:
-            raise SplitError(f"a tie is at least two names of parameters, got {tie!r}; {_EXAMPLE}")
+    for tie in _checked_groups(ties):
         for name in tie:
             if name not in parameters:
                 raise SplitError(
-                    f"ties= names {name!r}, which is not a parameter{near_matches(name, parameters)}", unit=name
+                    f"ties= names {name!r}, which is not a parameter{_suggest(name, parameters)}", unit=name
                 )
         if mismatch := describe_mismatch({name: parameters[name] for name in tie}):
             raise SplitError(mismatch, unit=tie[1])
@@ -125,6 +124,25 @@ def declared_ties(model: nn.Module, ties: Iterable[Sequence[str]]) -> dict[int, 
             if parameters[name] is not first:
                 replaced[id(parameters[name])] = first
     return replaced
+
+
+def _checked_groups(ties: object) -> list[list[str]]:
+    """Return the names in each tie, or raise ``SplitError``."""
+    if isinstance(ties, (str, Mapping)) or not isinstance(ties, Iterable):
+        raise SplitError(f"ties= must be a list of groups of names, got {ties!r}; {_EXAMPLE}")
+    groups = []
+    for tie in ties:
+        names = [] if isinstance(tie, str) or not isinstance(tie, Iterable) else [*tie]
+        if len(names) < 2 or not all(isinstance(name, str) for name in names):
+            raise SplitError(f"a tie is at least two names of parameters, got {tie!r}; {_EXAMPLE}")
+        groups.append(names)
+    return groups
+
+
+def _suggest(name: str, parameters: Mapping[str, torch.Tensor]) -> str:
+    """Suggest the parameters of a module with this name, or names like it, as the end of a message."""
+    inside = [parameter for parameter in parameters if parameter.startswith(f"{name}.")]
+    return f"; name its parameters, e.g. {inside[0]}" if inside else near_matches(name, parameters)
 
 
 def _place_unread(

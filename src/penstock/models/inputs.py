@@ -29,18 +29,20 @@ def checked_example(example: Any) -> Example:
     >>> checked_example([1, 2])
     Traceback (most recent call last):
         ...
-    penstock.errors.SplitError: example= is a list, but must be (args, kwargs), a tuple and a dict; write e.g. \
+    penstock.errors.SplitError: example= must be (args, kwargs), a tuple and a dict, got list; write e.g. \
 example=((x,), {}) for model(x), or example=((), {"x": x}) for model(x=x)
     """
     match example:
         case torch.Tensor():
             return (example,), {}
-        case (tuple() as args, Mapping() as kwargs):
+        case (tuple() as args, Mapping() as kwargs) if all(isinstance(name, str) for name in kwargs):
             return args, dict(kwargs)
         case Mapping() if all(isinstance(name, str) for name in example):
             return (), dict(example)
+    is_tuple = isinstance(example, tuple)
+    got = f"({', '.join(type(part).__name__ for part in example)})" if is_tuple else type(example).__name__
     raise SplitError(
-        f"example= is a {type(example).__name__}, but must be (args, kwargs), a tuple and a dict; write e.g. "
+        f"example= must be (args, kwargs), a tuple and a dict, got {got}; write e.g. "
         'example=((x,), {}) for model(x), or example=((), {"x": x}) for model(x=x)'
     )
 

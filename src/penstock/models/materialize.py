@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from operator import index
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -77,8 +78,11 @@ def materialize_model(
     for all other names.
     """
     wanted = set(names)
+    seed = checked_seed(seed, init)
     if not callable(init) and init not in ("exact", "per_name"):
         raise SplitError(f"unknown init {init!r}; use 'exact', 'per_name', or a function of a name and a tensor")
+    if state_dict is not None and not isinstance(state_dict, Mapping):
+        raise SplitError(f"state_dict= must have tensors by name, got a {type(state_dict).__name__}")
     if isinstance(build, nn.Module):
         model = copy_tree(build)
     else:
@@ -89,6 +93,23 @@ def materialize_model(
     made = _make(model, wanted, init=init, seed=seed, state_dict=state_dict, device=device or "cpu")
     replace_tensors(model, lambda called, tensor: _replacement(called, tensor, made, wanted, device))
     return model
+
+
+def checked_seed(seed: object, init: Init) -> int | Tensor:
+    """Return a seed as an ``int``, of whatever integer type it is, and a state of torch's generator as it is.
+
+    >>> checked_seed(torch.tensor(3), "per_name")
+    3
+    """
+    if isinstance(seed, Tensor) and seed.dtype == torch.uint8 and seed.ndim == 1 and init != "per_name":
+        return seed
+    try:
+        return index(seed)  # type: ignore[arg-type]  # which index finds out
+    except TypeError:
+        got = f"a tensor of shape {[*seed.shape]}" if isinstance(seed, Tensor) else repr(seed)
+        raise SplitError(
+            f"seed= must be an integer, or with init='exact' a state of torch's generator, got {got}"
+        ) from None
 
 
 def _construct(
@@ -169,6 +190,9 @@ def _load(
             missing.append(name)
             continue
         value, tensor = state_dict[key], tensors[name]
+        if not isinstance(value, Tensor):
+            wrong.append(f"{key}: a {type(value).__name__}, expected a tensor")
+            continue
         if value.shape != tensor.shape:
             wrong.append(f"{key}: {tuple(value.shape)}, expected {tuple(tensor.shape)}")
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ class ModelSource:
     """
 
     def __init__(self, given: nn.Module | Callable[[], nn.Module]) -> None:
-        if not isinstance(given, nn.Module) and not callable(given):
-            checked_model(given)
+        if not isinstance(given, nn.Module):
+            _check_callable(given)
         self.state = torch.get_rng_state()
         self._given = given
 
@@ -76,6 +77,22 @@ class ModelSource:
         device = next(iter(real), torch.device("cpu"))
         replace_tensors(model, lambda _, tensor: _stand_in(tensor, device) if tensor.is_meta else tensor)
         return model
+
+
+def _check_callable(given: object) -> None:
+    """Raise ``SplitError`` unless this can be called without arguments."""
+    if not callable(given):
+        checked_model(given)
+        return
+    try:
+        inspect.signature(given).bind()
+    except TypeError as error:
+        raise SplitError(
+            f"split calls {getattr(given, '__qualname__', given)} without arguments to build the model, but it is "
+            f"{error}; pass a function that needs none, e.g. lambda: Model(config)"
+        ) from None
+    except ValueError:  # it does not say what it takes
+        return
 
 
 def is_on_meta(model: nn.Module) -> bool:

@@ -22,7 +22,8 @@ def identify_values(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
             return ""
-        first = parameter.detach()[(0,) * max(parameter.ndim - 1, 0)].reshape(-1)[:_VALUES].double().tolist()
+        row = parameter.detach()[(0,) * max(parameter.ndim - 1, 0)] if parameter.numel() else torch.empty(0)
+        first = row.reshape(-1)[:_VALUES].to(torch.cdouble if row.is_complex() else torch.double).tolist()
         found.update(repr((name, tuple(parameter.shape), first)).encode())
     return f"values {found.hexdigest()[:12]}"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from fractions import Fraction
 from itertools import accumulate
 from math import lcm
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from penstock.errors import CostsError, SplitError
 from penstock.ir.numbers import whole_number
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: What a unit costs, as a sequence or by name. A name may also be a container: each of its units then costs that much.
 UnitCosts: TypeAlias = Mapping[str, float] | Sequence[float]
+
+_EXAMPLE: Final = 'write e.g. costs=[1, 1, 2], or costs={"layers": 1, "head": 2}'
 
 
 def repeated_units(units: Sequence[str]) -> tuple[str, ...]:
@@ -93,7 +95,7 @@ def by_cost(units: Sequence[str], costs: UnitCosts, stages: int) -> Layout:
     (('embed', 'layers.0'), ('layers.1', 'layers.2', 'head'))
     """
     _check_sizes(units, stages)
-    sums = [0, *accumulate(_as_integers(_cost_of_each(units, costs)))]
+    sums = [0, *accumulate(_as_integers(_cost_of_each(units, _checked_costs(costs))))]
     cuts = _even_cuts(sums, stages, _smallest_limit(sums, stages))
     return tuple(tuple(units[start:end]) for start, end in zip([0, *cuts], [*cuts, len(units)], strict=True))
 
@@ -107,7 +109,25 @@ def _check_sizes(units: Sequence[str], stages: int) -> None:
         )
 
 
-def _cost_of_each(units: Sequence[str], costs: UnitCosts) -> list[float]:
+def _checked_costs(costs: Any) -> Mapping[str, Any] | list[Any]:
+    """Return costs by name as they are, all others as a list."""
+    plain = costs.tolist() if callable(getattr(costs, "tolist", None)) else costs  # of an array
+    if isinstance(plain, Mapping):
+        if others := [name for name in plain if not isinstance(name, str)]:
+            raise CostsError(
+                f"costs= names {others[0]!r}, which is not the name of a module; {_EXAMPLE}", field="costs", value=costs
+            )
+        return plain
+    if isinstance(plain, (str, bytes, Set)) or not isinstance(plain, Iterable):
+        raise CostsError(
+            f"costs= must be a list with a number per layer, or numbers by name, got {costs!r}; {_EXAMPLE}",
+            field="costs",
+            value=costs,
+        )
+    return [*plain]
+
+
+def _cost_of_each(units: Sequence[str], costs: Mapping[str, Any] | list[Any]) -> list[Any]:
     layers = repeated_units(units)
     if isinstance(costs, Mapping):
         by_name = _expand(costs, units)
@@ -125,9 +145,9 @@ def _cost_of_each(units: Sequence[str], costs: UnitCosts) -> list[float]:
     return [by_name.get(unit, 0) for unit in units]
 
 
-def _expand(costs: Mapping[str, float], units: Sequence[str]) -> dict[str, float]:
+def _expand(costs: Mapping[str, Any], units: Sequence[str]) -> dict[str, Any]:
     """Give every unit its cost; the longest name counts, so that one layer of a list may have its own."""
-    each: dict[str, float] = {}
+    each: dict[str, Any] = {}
     for name in sorted(costs, key=len):
         found = units_below(name, units)
         if not found:
@@ -136,12 +156,14 @@ def _expand(costs: Mapping[str, float], units: Sequence[str]) -> dict[str, float
     return each
 
 
-def _as_integers(costs: Sequence[float]) -> list[int]:
+def _as_integers(costs: list[Any]) -> list[int]:
     """Scale costs to integers, exactly: every float is a fraction."""
     try:
-        exact = [Fraction(cost) for cost in costs]
+        exact = [Fraction(cost) for cost in costs if not isinstance(cost, str)]
     except (TypeError, ValueError, OverflowError):
-        raise CostsError(f"costs must be finite numbers, got {list(costs)}", field="costs", value=costs) from None
+        exact = []
+    if len(exact) < len(costs):
+        raise CostsError(f"costs must be finite numbers, got {costs}", field="costs", value=costs)
     if min(exact) < 0:
         raise CostsError(f"a cost must not be negative, got {float(min(exact)):g}", field="costs", value=costs)
     scale = lcm(*(cost.denominator for cost in exact))

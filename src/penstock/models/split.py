@@ -10,6 +10,8 @@ from torch import nn
 
 from penstock.errors import SplitError
 from penstock.ir.edges import Edge, chain
+from penstock.ir.numbers import whole_number
+from penstock.ir.placement import Placement
 from penstock.models.checking import SplitCheck, Stages
 from penstock.models.choose import choose_layout, find_opened
 from penstock.models.describe import describe
@@ -20,6 +22,7 @@ from penstock.models.holdings import declared_ties, find_holdings, group_names, 
 from penstock.models.inputs import Example, checked_example, example_for
 from penstock.models.layout import checked_names, shorten
 from penstock.models.loss import ModelLoss, model_loss
+from penstock.models.materialize import checked_seed
 from penstock.models.measure_loss import measure_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
 from penstock.models.modes import preserved_modes
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from penstock.execution.ties import Tie
-    from penstock.ir.placement import Placement
     from penstock.models.materialize import Init
     from penstock.models.partition import UnitCosts
     from penstock.models.record import Record
@@ -75,6 +77,8 @@ def split(
     source = ModelSource(model)
     if (stages is None) == (layout is None):
         raise SplitError("pass either stages= or layout=, e.g. split(model, stages=4)")
+    if layout is not None and costs is not None:
+        raise SplitError("costs= chooses a layout, but layout= is one; pass stages= and costs=, or only layout=")
     original = source.skeleton()
     base = copy_tree(original, declared_ties(original, ties))
     names = layout if layout is None or isinstance(layout, str) else checked_names(layout)
@@ -200,7 +204,7 @@ class Split:
         >>> list(parts.materialize(seed=3)[1].state_dict())
         ['2.weight', '2.bias']
         """
-        wanted = self._stages_of(rank, placement)
+        wanted, seed = self._stages_of(rank, placement), checked_seed(seed, init)
         groups = [{*names} for names in self.description.shared]
         names = part_names(self.model, self._units, [self.description.held[stage] for stage in wanted], groups)
         part = self._source.part(names, init=init, seed=seed, state_dict=state_dict, device=device)
@@ -209,16 +213,17 @@ class Split:
         self._origin = identify_seed(init, seed) if isinstance(init, str) and state_dict is None else ""
         return self._make(wanted, part)
 
-    def _stages_of(self, rank: int | None, placement: Placement | None) -> tuple[int, ...]:
+    def _stages_of(self, rank: int | None, placement: object) -> tuple[int, ...]:
         if rank is None:
             return tuple(range(len(self.layout)))
-        if placement is None:
-            raise SplitError("stages of a rank need a placement; pass placement=schedule.placement")
+        if not isinstance(placement, Placement):
+            got = "" if placement is None else f", got a {type(placement).__name__}"
+            raise SplitError(f"stages of a rank need a placement; pass placement=schedule.placement{got}")
         if placement.stages != len(self.layout):
             raise SplitError(
                 f"the placement has {placement.stages} stages, but the model was split into {len(self.layout)}"
             )
-        return tuple(placement.stages_of(rank))
+        return tuple(placement.stages_of(whole_number("rank", rank, most=placement.ranks - 1)))
 
     def _make(self, stages: Iterable[int], model: nn.Module) -> dict[int, nn.Module]:
         units = self._units if model is self.model else find_units(model, self.description.opened)
