@@ -31,6 +31,7 @@ PUBLIC = [
     "MetadataError",
     "MicrobatchError",
     "ModelError",
+    "Optimizer",
     "PenstockError",
     "Placement",
     "Plan",

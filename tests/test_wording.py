@@ -60,6 +60,7 @@ COVERED = [
     "docs/planning.md",
     "docs/models.md",
     "docs/running.md",
+    "docs/training.md",
     "docs/drop-in.md",
     "docs/verification.md",
 ]

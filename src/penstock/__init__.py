@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from penstock.models.split import split
     from penstock.planning.plan import plan
     from penstock.planning.result import Plan
+    from penstock.runtime.optimizers import Optimizer
     from penstock.runtime.profiling import profile
     from penstock.schedules.registry import build
     from penstock.simulation.costs import Costs
@@ -79,6 +80,7 @@ _HOMES = {
     "MetadataError": "penstock.errors",
     "MicrobatchError": "penstock.errors",
     "ModelError": "penstock.errors",
+    "Optimizer": "penstock.runtime.optimizers",
     "PenstockError": "penstock.errors",
     "Placement": "penstock.ir.placement",
     "Plan": "penstock.planning.result",
@@ -130,6 +132,7 @@ __all__ = [
     "MetadataError",
     "MicrobatchError",
     "ModelError",
+    "Optimizer",
     "PenstockError",
     "Placement",
     "PlacementError",

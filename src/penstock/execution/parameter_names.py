@@ -57,6 +57,21 @@ def places_by_name(module: torch.nn.Module) -> dict[str, ParameterPlace]:
     return found
 
 
+def plain_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
+    """Name each parameter of a module once, as without wrappers; one that is used twice by its first place.
+
+    >>> import torch
+    >>> list(plain_names(torch.compile(torch.nn.Linear(2, 2))).values())
+    ['weight', 'bias']
+    """
+    first: dict[torch.nn.Parameter, tuple[ParameterPlace, str]] = {}
+    for name, place in places_by_name(module).items():
+        known, shortest = first.setdefault(place.parameter, (place, name))
+        if place == known and len(name) < len(shortest):
+            first[place.parameter] = place, name
+    return {parameter: name for parameter, (_, name) in first.items()}
+
+
 def replace_parameter(module: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> None:
     """Put one parameter in place of another, everywhere in a module."""
     for part in module.modules():

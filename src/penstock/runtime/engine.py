@@ -6,6 +6,7 @@ step, its caller runs the program, and the engine completes the step: so no fram
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -278,9 +279,14 @@ class Engine:
         return kwargs.get(self._target_name) if target is None and self._target_name is not None else target
 
     def prepare_training(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, keep_outputs: bool, share: float = 1.0
     ) -> Training:
-        """Prepare a training step; the first time, all ranks agree on what goes over the links."""
+        """Prepare a training step; the first time, all ranks agree on what goes over the links.
+
+        The gradients are multiplied by `share`.
+        """
+        if not math.isfinite(share):
+            raise StageError(f"share must be a finite number, e.g. 1 / 4 if 4 steps make one batch, not {share!r}")
         if torch.is_inference_mode_enabled():
             raise StageError(
                 "step() computes gradients, so it cannot run under torch.inference_mode(); call eval() instead"
@@ -292,7 +298,7 @@ class Engine:
         batch = self.batches.of_step(args, kwargs, target, varying=varying)
         program: Runnable = self.programs.training(batch, self.customize)
         inputs = DetachedInputs(batch.args, batch.kwargs)
-        scale, shares = self.begin_scale(), self.find_shares(batch)
+        scale, shares = share * self.begin_scale(), self.find_shares(batch)
         weights = self._loss_weights(shares, target)
         self._shares = shares
         self.failures.step = step = Step(
@@ -301,7 +307,7 @@ class Engine:
             shared_args=inputs.shared,
             kwargs=inputs.kwargs,
             targets=batch.targets,
-            shares=[scale * share for share in shares],
+            shares=[scale * one for one in shares],
             samples=batch.counts.samples or (),
             target_samples=batch.counts.targets or (),
             keep_outputs=keep_outputs and self.has_last,

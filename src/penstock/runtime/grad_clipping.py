@@ -60,25 +60,62 @@ def clip_grad_norm_(
         The norm before, the same on every rank.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if not norm_type > 0:
-        raise StageError(f"norm_type must be a positive number, or inf for the largest gradient, not {norm_type!r}")
+    check_norm_type(norm_type)
     parameters = parameters_of(stages)
-    wide = any(parameter.grad.dtype in _WIDE for parameter in parameters if parameter.grad is not None)
-    counted = _without(parameters, uncounted)
-    reports = transport.exchange(_NORM.pack(shared_norm(counted, norm_type), wide))
-    norms, widths = zip(*map(_NORM.unpack, reports), strict=True)
-    total = combined(norms, norm_type)
+    reports = transport.exchange(report_norm(without(parameters, uncounted), parameters, norm_type))
+    total, is_wide = total_norm(reports, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RunError(
             f"the norm of order {norm_type:g} of the gradients is {total}, so they cannot be clipped; to scale them "
             "anyway, pass error_if_nonfinite=False"
         )
-    scale = max_norm / (total + _TINY)
-    if not scale >= 1:  # also if it is not a number
-        with torch.no_grad():
-            for gradient in local_gradients(_without(parameters, unscaled)):
-                gradient.mul_(scale)
-    return torch.tensor(total, dtype=torch.float64 if any(widths) else torch.float32, device=device_of(stages))
+    factor = clipping_factor(total, max_norm)
+    if factor is not None:
+        scale_gradients(without(parameters, unscaled), factor)
+    return torch.tensor(total, dtype=torch.float64 if is_wide else torch.float32, device=device_of(stages))
+
+
+def check_norm_type(norm_type: float) -> None:
+    """Refuse an order that no norm has."""
+    if not norm_type > 0:
+        raise StageError(f"norm_type must be a positive number, or inf for the largest gradient, not {norm_type!r}")
+
+
+def report_norm(
+    counted: Sequence[torch.nn.Parameter], parameters: Sequence[torch.nn.Parameter], norm_type: float
+) -> bytes:
+    """Report the norm of this rank's gradients, for the total. All ranks that hold shards call it together.
+
+    Args:
+        counted: the parameters whose gradients count.
+        parameters: all of this rank; their types decide that of the total.
+        norm_type: the order of the norm.
+    """
+    is_wide = any(parameter.grad.dtype in _WIDE for parameter in parameters if parameter.grad is not None)
+    return _NORM.pack(shared_norm(counted, norm_type), is_wide)
+
+
+def total_norm(reports: Iterable[bytes], norm_type: float) -> tuple[float, bool]:
+    """Combine the reports of ranks, in their order; also returns whether the total is of double precision."""
+    norms, widths = zip(*map(_NORM.unpack, reports), strict=True)
+    return combined(norms, norm_type), any(widths)
+
+
+def clipping_factor(norm: float, max_norm: float) -> float | None:
+    """Find by what to multiply gradients of this norm; None to leave them as they are.
+
+    >>> clipping_factor(0.5, 1.0), clipping_factor(math.inf, 1.0)
+    (None, 0.0)
+    """
+    factor = max_norm / (norm + _TINY)
+    return None if factor >= 1 else factor  # not None if it is not a number
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    """Multiply gradients in place."""
+    for gradient in local_gradients(parameters):
+        gradient.mul_(factor)
 
 
 def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:
@@ -86,9 +123,10 @@ def parameters_of(stages: Mapping[int, Stage]) -> list[torch.nn.Parameter]:
     return list(dict.fromkeys(parameter for stage in stages.values() for parameter in stage.module.parameters()))
 
 
-def _without(
+def without(
     parameters: Sequence[torch.nn.Parameter], others: Collection[torch.nn.Parameter]
 ) -> Sequence[torch.nn.Parameter]:
+    """Leave some parameters out."""
     left_out = set(others)
     return [one for one in parameters if one not in left_out] if left_out else parameters
 

@@ -223,6 +223,7 @@ class Pipeline:
         target: Any = None,
         losses: MutableSequence[torch.Tensor] | None = None,
         return_outputs: bool = True,
+        share: float = 1.0,
         **kwargs: Any,
     ) -> Any:
         """Run one batch forward and backward; gradients are added to ``.grad``.
@@ -234,6 +235,8 @@ class Pipeline:
             losses: gets the loss of each microbatch, in order: at the last stage; with ``share_losses`` on all ranks.
                 The loss of the batch is in ``loss``.
             return_outputs: whether to keep and merge the outputs.
+            share: how much the batch counts in the gradients, if several steps make one: e.g. 1 / 4 for each of 4
+                equal ones. It counts on the rank of the last stage. ``loss`` and ``losses`` are those of this batch.
             **kwargs: keyword arguments, for every stage on this rank.
 
         Returns:
@@ -244,7 +247,7 @@ class Pipeline:
         with engine.failures, torch.enable_grad(), engine.step_scope(training=True):
             self._check_keywords("step()", kwargs)
             target = engine.find_target(target, kwargs)
-            training = engine.prepare_training(args, kwargs, target, keep_outputs=return_outputs)
+            training = engine.prepare_training(args, kwargs, target, keep_outputs=return_outputs, share=share)
             training.program.run(training.step, engine.transport.progress)
             engine.complete_training(training)
             return engine.collect(training.step, losses)

@@ -173,7 +173,10 @@ def bytes_and_rounds(transport):
         transport.send_bytes(following, b"")
         assert transport.receive_bytes(before) == b"first %d" % number
         assert transport.receive_bytes(before) == b""
+        announced = transport.announce("topic", b"%d" % rank, range(ranks))
+        assert announced.known()[rank] == b"%d" % rank
         transport.exchange(b"")
+        assert announced.known() == announced.collect() == [b"%d" % other for other in range(ranks)]
         kept.append(transport._board._store.num_keys())
         transport.exchange(b"")
     assert max(kept) - min(kept) < 3 * ranks  # those in flight; a hundred keys per rank have been used
@@ -301,6 +304,7 @@ ACTIONS = {
     "send": lambda transport: lambda: transport.send(torch.zeros(1_000_000), 1, 0).wait(),
     "receive": lambda transport: lambda: transport.receive(torch.zeros(1), 1, 0).wait(),
     "exchange": lambda transport: lambda: transport.exchange(b""),
+    "announce": lambda transport: lambda: transport.announce("topic", b"", range(transport.ranks)).collect(),
     "receive_bytes": lambda transport: lambda: transport.receive_bytes(1),
     "compute": lambda transport: lambda: compute(transport, 20),
     "connect": lambda transport: lambda: transport.connect([(1, transport.rank)]),
@@ -311,7 +315,7 @@ ACTIONS = {
     "others",
     [
         ("send", "", "receive", "compute"),
-        ("exchange", "", "receive_bytes", "exchange"),
+        ("exchange", "", "receive_bytes", "announce"),
         ("connect", "", "receive_bytes", "send"),
     ],
 )

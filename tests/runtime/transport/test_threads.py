@@ -94,6 +94,35 @@ def test_bytes_and_rounds():
         assert (first, second) == (b"first", b"")
 
 
+def announcements(transport):
+    """Two of the ranks announce; messages between the two, and exchanges of all, do not disturb that."""
+    rank, members, seen = transport.rank, [0, 2], []
+    for number in range(3):
+        transport.exchange(b"")
+        if rank == 0:
+            announced = transport.announce("topic", b"0.%d" % number, members)
+            transport.send_bytes(2, b"plain")
+            seen.append(announced.known())
+        transport.exchange(b"")
+        if rank == 2:
+            announced = transport.announce("topic", b"2.%d" % number, members)
+            assert transport.receive_bytes(0) == b"plain"
+            seen.append(announced.known())
+        if rank in members:
+            assert announced.collect() == announced.known() == [b"0.%d" % number, b"2.%d" % number]
+            other = transport.announce("another topic", b"%d" % rank, members)
+            assert transport.announce("a third", b"", [rank]).collect() == [b""]
+            assert other.collect() == [b"0", b"2"]
+    return seen
+
+
+def test_announcements():
+    zero, none, two = run_in_threads(announcements, 3, timeout=20)
+    assert zero == [[b"0.%d" % number, None] for number in range(3)]
+    assert none == []
+    assert two == [[b"0.%d" % number, b"2.%d" % number] for number in range(3)]
+
+
 def test_a_deadlock_is_described():
     def worker(transport):
         at(transport, f"{transport.rank}RECV_F1")
@@ -164,7 +193,7 @@ def test_tensors_go_as_bytes_where_a_backend_may_not_support_them():
     assert posted == [(torch.half, 3, 0), *((torch.uint8, 3, tag) for tag in range(1, 5))]
 
 
-@pytest.mark.parametrize("what", ["receive", "receive_bytes", "exchange"])
+@pytest.mark.parametrize("what", ["receive", "receive_bytes", "announce", "exchange"])
 def test_waiting_for_a_rank_that_has_finished(what):
     def worker(transport):
         if transport.rank == 0:
@@ -174,6 +203,8 @@ def test_waiting_for_a_rank_that_has_finished(what):
             transport.receive(torch.zeros(1), 0, 0).wait()
         elif what == "receive_bytes":
             transport.receive_bytes(0)
+        elif what == "announce":
+            transport.announce("topic", b"", [0, 1]).collect()
         else:
             transport.exchange(b"")
 
@@ -200,27 +231,30 @@ def test_a_tensor_that_does_not_fit_is_not_received(buffering, other):
     assert not other.any()
 
 
-@pytest.mark.parametrize("what", ["send", "receive", "receive_bytes", "exchange", "compute"])
+@pytest.mark.parametrize("what", ["send", "receive", "receive_bytes", "announce", "exchange", "compute"])
 def test_an_error_ends_all_waits(what):
     errors = []
+
+    def compute(transport):
+        while transport.failure() is None:
+            time.sleep(0.01)
+        transport.send(torch.zeros(1), 1 - transport.rank, 0)
+
+    wait = {
+        "send": lambda transport: transport.send(torch.zeros(1), 2, 0).wait(),
+        "receive": lambda transport: transport.receive(torch.zeros(1), 2, 0).wait(),
+        "receive_bytes": lambda transport: transport.receive_bytes(2),
+        "announce": lambda transport: transport.announce("topic", b"", [0, 1, 2]).collect(),
+        "exchange": lambda transport: transport.exchange(b""),
+        "compute": compute,
+    }
 
     def worker(transport):
         if transport.rank == 2:
             time.sleep(0.05)
             raise KeyError("a mistake")
         try:
-            if what == "send":
-                transport.send(torch.zeros(1), 2, 0).wait()
-            elif what == "receive":
-                transport.receive(torch.zeros(1), 2, 0).wait()
-            elif what == "receive_bytes":
-                transport.receive_bytes(2)
-            elif what == "exchange":
-                transport.exchange(b"")
-            else:
-                while transport.failure() is None:
-                    time.sleep(0.01)
-                transport.send(torch.zeros(1), 1 - transport.rank, 0)
+            wait[what](transport)
         except StepError as error:
             errors.append((str(error), transport.explain(error)))
             raise

@@ -34,7 +34,7 @@ from penstock.runtime.transport.watchdog import Watchdog, trace_waits
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.runtime.transport.mailbox import Awaited
+    from penstock.runtime.transport.mailbox import Awaited, Round
     from penstock.runtime.transport.process_groups import Work
 
 #: How many seconds the report of a failure may take to arrive after its effect.
@@ -117,6 +117,11 @@ class DistributedTransport:
         """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
         with self._store_errors():
             return self._mailbox.exchange(data, self._check_wait)
+
+    def announce(self, topic: str, data: bytes, members: Sequence[int]) -> Announced:
+        """Announce a few bytes to some ranks, this one among them, without waiting. All of them call it."""
+        with self._store_errors():
+            return Announced(self, self._mailbox.announce(topic, data, members, self._check_wait))
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Send a few bytes to a peer, outside the lanes of tensors. They arrive in order."""
@@ -256,6 +261,24 @@ class DistributedTransport:
             if peer is not None and self._board.has_closed(peer):
                 return Failure(peer, trace_waits(self._board, self.rank, label or self.progress.call, peer), label)
         return lost_connection(self.rank, peer, label, error)
+
+
+class Announced:
+    """What some ranks announce to each other."""
+
+    def __init__(self, transport: DistributedTransport, messages: Round) -> None:
+        self._transport = transport
+        self._messages = messages
+
+    def known(self) -> list[bytes | None]:
+        """Get what the members have announced so far, in their order; None for one that has not."""
+        with self._transport._store_errors():
+            return self._messages.known()
+
+    def collect(self) -> list[bytes]:
+        """Wait for what all members announce; returns it in their order."""
+        with self._transport._store_errors():
+            return self._messages.collect()
 
 
 def _end(watchdog: Watchdog, board: StatusBoard, group: PrivateGroup, progress: Progress) -> None:

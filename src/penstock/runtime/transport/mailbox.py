@@ -11,7 +11,7 @@ from penstock.errors import PenstockError, TransportError
 from penstock.execution.backend_errors import is_store_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
 
@@ -35,7 +35,7 @@ class MessageTimeoutError(TransportError):
 
 
 class Mailbox:
-    """Messages between pairs of ranks, and rounds in which every rank sends one to all.
+    """Messages between pairs of ranks, and announcements that every member of a round makes to all.
 
     Every key is used once, and deleted when all its readers have read it.
 
@@ -54,7 +54,7 @@ class Mailbox:
         self._timeout = timedelta(seconds=timeout)
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
-        self._round = 0
+        self._announced: Counter[str] = Counter()
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Leave a message for a peer."""
@@ -69,19 +69,16 @@ class Mailbox:
         self._store.delete_key(key)
         return data
 
+    def announce(self, topic: str, data: bytes, members: Sequence[int], check: Callable[[bool], None]) -> Round:
+        """Leave a message for all members of a topic, of which this rank is one."""
+        number = self._announced[topic]
+        self._announced[topic] += 1
+        self._set(f"{topic}/{number}/{self._rank}", data)
+        return Round(self, topic, number, members, check)
+
     def exchange(self, data: bytes, check: Callable[[bool], None]) -> list[bytes]:
         """Send a message to all ranks; returns those of all ranks in this round."""
-        number = self._round
-        self._round += 1
-        self._set(f"round/{number}/{self._rank}", data)
-        messages = [
-            data if rank == self._rank else self._get(f"round/{number}/{rank}", rank, check)
-            for rank in range(self._ranks)
-        ]
-        # A rank that takes part in this round has read everything of the previous one.
-        if number > 0:
-            self._store.delete_key(f"round/{number - 1}/{self._rank}")
-        return messages
+        return self.announce("round", data, range(self._ranks), check).collect()
 
     def _set(self, key: str, data: bytes) -> None:
         # An empty value ends a wait, so a message never is one.
@@ -107,6 +104,45 @@ class Mailbox:
             self.awaited = None
         if not data:
             check(True)
-        if not data.startswith(b"="):
-            raise TransportError(f"the message from rank {peer} could not be decoded: {data[:60]!r}", peer=peer)
-        return data[1:]
+        return _content(data, peer)
+
+
+class Round:
+    """The messages that the members of a topic leave for each other, each one of its own."""
+
+    def __init__(
+        self, mailbox: Mailbox, topic: str, number: int, members: Sequence[int], check: Callable[[bool], None]
+    ) -> None:
+        self._mailbox = mailbox
+        self._topic = topic
+        self._number = number
+        self._members = members
+        self._check = check
+        self._read: dict[int, bytes] = {}
+
+    def known(self) -> list[bytes | None]:
+        """Read the messages that are there, without waiting."""
+        store = self._mailbox._store
+        for member in self._members:
+            if member not in self._read and store.check([key := self._key(member)]):
+                self._read[member] = _content(store.get(key), member)
+        return [self._read.get(member) for member in self._members]
+
+    def collect(self) -> list[bytes]:
+        """Wait for all messages."""
+        for member in self._members:
+            if member not in self._read:
+                self._read[member] = self._mailbox._get(self._key(member), member, self._check)
+        # A rank that takes part in this round has read everything of the previous one.
+        if self._number > 0:
+            self._mailbox._store.delete_key(f"{self._topic}/{self._number - 1}/{self._mailbox._rank}")
+        return [self._read[member] for member in self._members]
+
+    def _key(self, member: int) -> str:
+        return f"{self._topic}/{self._number}/{member}"
+
+
+def _content(data: bytes, peer: int) -> bytes:
+    if not data.startswith(b"="):
+        raise TransportError(f"the message from rank {peer} could not be decoded: {data[:60]!r}", peer=peer)
+    return data[1:]

@@ -35,6 +35,16 @@ class Failure:
     traceback: str | None = None
 
 
+class Announcement(Protocol):
+    """What some ranks announce to each other, without waiting; collect it before the next one of its topic."""
+
+    def known(self) -> list[bytes | None]:
+        """Get what the members have announced so far, in their order; None for one that has not."""
+
+    def collect(self) -> list[bytes]:
+        """Wait for what all members announce; returns it in their order."""
+
+
 class Transport(Protocol):
     """Moves tensors between the ranks of one pipeline, and reports the failure of one to all."""
 
@@ -56,6 +66,9 @@ class Transport(Protocol):
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
+
+    def announce(self, topic: str, data: bytes, members: Sequence[int]) -> Announcement:
+        """Announce a few bytes to some ranks, this one among them, without waiting. All of them call it."""
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Send a few bytes to a peer, outside the lanes of tensors. They arrive in order."""

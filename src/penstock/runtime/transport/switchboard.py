@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.graph.wait_chain import WaitingRank, describe_wait_chain
@@ -12,6 +12,8 @@ from penstock.runtime.transport.lanes import Lanes, PostedTransfer
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.graph.comm_model import CommModel
 
 
@@ -22,13 +24,27 @@ class Wait(NamedTuple):
         label: the operation or the call that it waits in.
         transfer: the transfer that it waits for, if any.
         peer: the rank that it waits for a message from, if any.
+        topic: the topic of that message, and its number, if it is an announcement.
         round: the number of the exchange that it waits for, if any.
     """
 
     label: str
     transfer: PostedTransfer | None = None
     peer: int | None = None
+    topic: tuple[str, int] | None = None
     round: int | None = None
+
+
+class Announced(NamedTuple):
+    """The messages that the members of a topic leave for each other.
+
+    Attributes:
+        topic: the topic, and the number of these messages.
+        messages: by rank, as far as they are there.
+    """
+
+    topic: tuple[str, int]
+    messages: dict[int, bytes]
 
 
 class Switchboard:
@@ -44,6 +60,8 @@ class Switchboard:
         self._waits: list[Wait | None] = [None] * ranks
         self._finished = [False] * ranks
         self._messages: dict[tuple[int, int], deque[bytes]] = {}
+        self._announced: dict[tuple[str, int], dict[int, bytes]] = {}
+        self._topics_of: list[Counter[str]] = [Counter() for _ in range(ranks)]
         self._rounds: dict[int, dict[int, bytes]] = {}
         self._round_of = [0] * ranks
 
@@ -92,7 +110,7 @@ class Switchboard:
             self._check_alive(rank)
             self._messages.setdefault((rank, peer), deque()).append(data)
             wait = self._waits[peer]
-            if wait is not None and wait.peer == rank:
+            if wait is not None and wait.peer == rank and wait.topic is None:
                 self._wake(peer)
 
     def receive_bytes(self, rank: int, peer: int, label: str) -> bytes:
@@ -105,6 +123,31 @@ class Switchboard:
             if not messages:
                 raise self._step_error()
             return messages.popleft()
+
+    def announce(self, rank: int, topic: str, data: bytes, members: Sequence[int]) -> Announced:
+        """Leave a message for all members of a topic."""
+        with self._lock:
+            self._check_alive(rank)
+            place = topic, self._topics_of[rank][topic]
+            self._topics_of[rank][topic] += 1
+            messages = self._announced.setdefault(place, {})
+            messages[rank] = data
+            if len(messages) == len(members):
+                del self._announced[place]  # every member holds the messages
+            for other, wait in enumerate(self._waits):
+                if wait is not None and wait.topic == place and wait.peer == rank:
+                    self._wake(other)
+            return Announced(place, messages)
+
+    def await_announced(self, rank: int, peer: int, announced: Announced, label: str) -> bytes:
+        """Wait for what a member announces."""
+        with self._lock:
+            self._check_alive(rank)
+            if peer not in announced.messages:
+                self._wait(rank, Wait(label, peer=peer, topic=announced.topic))
+            if peer not in announced.messages:
+                raise self._step_error()
+            return announced.messages[peer]
 
     def fail(self, failure: Failure) -> Failure:
         """End all waits; returns the failure that was reported first."""

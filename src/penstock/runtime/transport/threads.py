@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.execution.channel import Pending
+    from penstock.runtime.transport.switchboard import Announced
 
 Result = TypeVar("Result")
 
@@ -57,6 +58,10 @@ class ThreadTransport:
     def exchange(self, data: bytes) -> list[bytes]:
         """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
         return self._switchboard.exchange(self.rank, data, self._place)
+
+    def announce(self, topic: str, data: bytes, members: Sequence[int]) -> _Announced:
+        """Announce a few bytes to some ranks, this one among them, without waiting. All of them call it."""
+        return _Announced(self._switchboard.announce(self.rank, topic, data, members), members, self)
 
     def send_bytes(self, peer: int, data: bytes) -> None:
         """Send a few bytes to a peer, outside the lanes of tensors. They arrive in order."""
@@ -115,6 +120,27 @@ class _Posted:
         """Return when it is done; raise if it never will be."""
         transport = self._transport
         transport._switchboard.wait_for(self._transfer, label_of(transport.progress))
+
+
+class _Announced:
+    """What some ranks announce to each other."""
+
+    def __init__(self, announced: Announced, members: Sequence[int], transport: ThreadTransport) -> None:
+        self._announced = announced
+        self._members = members
+        self._transport = transport
+
+    def known(self) -> list[bytes | None]:
+        """Get what the members have announced so far, in their order; None for one that has not."""
+        return [self._announced.messages.get(member) for member in self._members]
+
+    def collect(self) -> list[bytes]:
+        """Wait for what all members announce; returns it in their order."""
+        transport = self._transport
+        return [
+            transport._switchboard.await_announced(transport.rank, member, self._announced, transport._place)
+            for member in self._members
+        ]
 
 
 def thread_transports(ranks: int, model: CommModel | None = None) -> list[ThreadTransport]:
