@@ -19,6 +19,7 @@ from penstock import errors
 PUBLIC = [
     "Action",
     "ActionError",
+    "CheckpointError",
     "CommModel",
     "ComputationType",
     "Costs",
@@ -157,6 +158,7 @@ EXAMPLES = [
     errors.MicrobatchError("wrong", name="args[0]"),
     errors.MetadataError("wrong"),
     errors.TransportError("wrong", peer=1),
+    errors.CheckpointError("wrong", path="run/step-1", rank=1),
     errors.StepError("wrong", rank=1, action="2F0", stage=2, microbatch=0, remote_traceback="Traceback"),
     errors.VerificationError(ps.check(ps.Schedule([["0B0", "0F0"]])), "a picture"),
 ]

@@ -20,6 +20,7 @@ from penstock.version import __version__
 if TYPE_CHECKING:
     from penstock.errors import (
         ActionError,
+        CheckpointError,
         CostsError,
         EdgeError,
         FormatError,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Action": "penstock.ir.actions",
     "ActionError": "penstock.errors",
+    "CheckpointError": "penstock.errors",
     "CommModel": "penstock.graph.comm_model",
     "ComputationType": "penstock.ir.actions",
     "Costs": "penstock.simulation.costs",
@@ -121,6 +123,7 @@ __all__ = [
     "LANES",
     "Action",
     "ActionError",
+    "CheckpointError",
     "CommModel",
     "ComputationType",
     "Costs",

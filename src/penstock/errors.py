@@ -24,6 +24,7 @@
         ├── MicrobatchError        a batch that cannot be split, or outputs that cannot be merged, as requested
         ├── MetadataError          tensors on an edge that differ from the agreed ones, or metadata that is damaged
         ├── TransportError         an edge that could not be set up, a connection that was lost
+        ├── CheckpointError        a checkpoint that cannot be saved, found or read, or is of another model
         └── StepError              an action that failed or hangs on some rank; raised on every rank
 
 Each error carries the facts as attributes and renders them in ``str(error)``.
@@ -296,6 +297,20 @@ class TransportError(RunError):
     def __init__(self, message: str, *, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be saved, found or read, or does not fit the pipeline; every rank raises this error.
+
+    Attributes:
+        path: the folder in question, if it is known.
+        rank: the rank where it happened, if it is a single one.
+    """
+
+    def __init__(self, message: str, *, path: str | None = None, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.rank = rank
 
 
 class StepError(RunError):

@@ -43,18 +43,30 @@ def places_by_name(module: torch.nn.Module) -> dict[str, ParameterPlace]:
     ['_orig_mod.weight', 'weight']
     """
     found: dict[str, ParameterPlace] = {}
-    plain = {"": ""}
-    modules = dict(module.named_modules(remove_duplicate=False))
-    for path, part in modules.items():
-        if path:
-            above, _, last = path.rpartition(".")
-            plain[path] = plain[above] if _is_wrapper(modules[above], last) else _joined(plain[above], last)
+    plain = plain_paths(module)
+    for path, part in module.named_modules(remove_duplicate=False):
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 place = ParameterPlace(part, name)
                 found[_joined(path, name)] = place
                 found.setdefault(_joined(plain[path], name), place)
     return found
+
+
+def plain_paths(module: torch.nn.Module) -> dict[str, str]:
+    """Map the path of each module inside another to its path without wrappers.
+
+    >>> import torch
+    >>> plain_paths(torch.compile(torch.nn.Sequential(torch.nn.Linear(2, 2))))
+    {'': '', '_orig_mod': '', '_orig_mod.0': '0'}
+    """
+    plain = {"": ""}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for path in modules:
+        if path:
+            above, _, last = path.rpartition(".")
+            plain[path] = plain[above] if _is_wrapper(modules[above], last) else _joined(plain[above], last)
+    return plain
 
 
 def plain_names(module: torch.nn.Module) -> dict[torch.nn.Parameter, str]:

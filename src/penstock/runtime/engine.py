@@ -26,6 +26,7 @@ from penstock.ir import packed
 from penstock.ir.actions import COMPUTE, FORWARD, ComputationType
 from penstock.lowering.pipeline import lower
 from penstock.runtime.batches import Batches
+from penstock.runtime.checkpoints.names import agree_on_names
 from penstock.runtime.custom_functions import Custom
 from penstock.runtime.ends import DetachedInputs
 from penstock.runtime.failure_scope import FailureScope, describe_failure
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from penstock.ir.edges import Edge
     from penstock.ir.schedule import Schedule
     from penstock.runtime.batches import Batch
+    from penstock.runtime.checkpoints.names import StateNames
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.ends import LossFunction
     from penstock.runtime.losses import Weight
@@ -154,6 +156,7 @@ class Engine:
         self._verify = verify
         self._share_losses = share_losses
         self._has_trained = False
+        self._state_names: StateNames | None = None
         with self._setup_scope():
             parts = collect_parts(
                 stages,
@@ -186,6 +189,7 @@ class Engine:
             check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
             of_model = loss_fn is None and parts.target is not None and not self.is_forward_only
             self._keywords = SplitKeywords(parts.target, is_required=of_model) if parts.digest else None
+            self._is_split = bool(parts.digest)
             common = {"split": parts.digest} | self._common_options() | describe_options(parts.ties, check_ties_every)
             check_ranks_agree(transport, self.schedule, common)
             if parts.digest:
@@ -211,6 +215,12 @@ class Engine:
     def is_forward_only(self) -> bool:
         """Whether the schedule has no backward."""
         return is_forward_only(self.schedule)
+
+    def state_names(self) -> StateNames:
+        """What the state of all stages is called in a checkpoint. All ranks call it."""
+        if self._state_names is None:
+            self._state_names = agree_on_names(self.stages, self.ties.ties, self.transport, is_split=self._is_split)
+        return self._state_names
 
     def new_programs(self) -> ProgramCache:
         """Programs for the present transport."""

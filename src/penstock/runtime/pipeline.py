@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from penstock.errors import StageError, StepError
 from penstock.ir.actions import ComputationType
+from penstock.runtime.checkpoints.state import collect_state, restore_state
 from penstock.runtime.engine import Engine
 from penstock.runtime.failure_scope import describe_failure
 from penstock.runtime.grad_clipping import clip_grad_norm_
@@ -340,6 +341,40 @@ class Pipeline:
             VerificationError: it would not run on this transport.
         """
         self._engine.use(schedule)
+
+    def state_dict(self, optimizer: Any = None) -> dict[str, Any]:
+        """Return the state of this rank's stages for ``torch.distributed.checkpoint``. All ranks call it.
+
+        Names are those of the unsplit model, so the state can be loaded on any layout. Stages that were made by hand
+        and use one name for different parameters have ``stages.<index>.`` before it. A parameter that several stages
+        hold has one name. Tensors are those of the pipeline, not copies.
+
+        Args:
+            optimizer: the optimizer of this rank, or a list of several, whose state is added.
+
+        Returns:
+            ``{"model": {name: tensor}}``, with an optimizer also ``{"optimizer": {"state": {name: {key: tensor}},
+            "param_groups": {name: options}}}``, where options are pairs: what the parameter's group has.
+        """
+        engine = self._engine
+        engine.begin_call("state_dict()")
+        return collect_state(engine.stages.values(), engine.state_names(), optimizer)
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
+        """Load this rank's stages with what ``state_dict`` has returned, on this layout or another one.
+
+        Values are copied. The state may hold more than the stages of this rank. All ranks call it.
+
+        Args:
+            state: as ``state_dict`` returns it; a parameter with several names may have any of them.
+            optimizer: the optimizer of this rank, or a list of several, to load as well.
+
+        Raises:
+            CheckpointError: a name is missing, or a shape differs; nothing has been changed then.
+        """
+        engine = self._engine
+        engine.begin_call("load_state_dict()")
+        restore_state(engine.stages.values(), engine.state_names(), state, optimizer)
 
     def register_custom_function(self, kind: ComputationType, function: CustomFunction) -> None:
         """Run your own function for every action of a type; see ``penstock.runtime.custom_functions``."""

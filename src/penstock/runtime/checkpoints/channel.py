@@ -1,0 +1,122 @@
+"""Connects the ranks that save and load together: what fails on one of them is an error on all.
+
+Unlike a failure in a step, it ends nothing: the pipeline can go on, and save again.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Final, Protocol
+
+from penstock.errors import CheckpointError, PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from penstock.runtime.transport.protocol import Transport
+
+_DONE, _FAILED = b"+", b"-"
+_LENGTH: Final = struct.Struct("<q")
+
+
+class Channel(Protocol):
+    """Passes bytes between rank 0 and all ranks."""
+
+    rank: int
+    ranks: int
+
+    def gather(self, data: bytes) -> Sequence[bytes]:
+        """Send bytes to rank 0; returns those of all ranks there. All ranks call it."""
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Send each rank its part from rank 0; `parts` count there. All ranks call it."""
+
+
+class OneRank:
+    """The channel of a rank that is alone."""
+
+    rank, ranks = 0, 1
+
+    def gather(self, data: bytes) -> Sequence[bytes]:
+        """Return the bytes."""
+        return [data]
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Return the only part."""
+        return parts[0]
+
+
+class TransportChannel:
+    """A channel over the transport of a pipeline, for short messages while no step runs."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.ranks = transport.rank, transport.ranks
+        self._transport = transport
+
+    def gather(self, data: bytes) -> Sequence[bytes]:
+        """Send bytes to rank 0."""
+        return self._transport.exchange(data)
+
+    def scatter(self, parts: Sequence[bytes]) -> bytes:
+        """Send each rank its part."""
+        mine = b"".join(_LENGTH.pack(len(part)) + part for part in parts) if self.rank == 0 else b""
+        joined = self._transport.exchange(mine)[0]
+        start = 0
+        for _ in range(self.rank):
+            start += _LENGTH.size + _LENGTH.unpack_from(joined, start)[0]
+        (length,) = _LENGTH.unpack_from(joined, start)
+        return joined[start + _LENGTH.size :][:length]
+
+
+def run_on_all(
+    channel: Channel, work: Callable[[], bytes], combine: Callable[[Sequence[bytes]], Sequence[bytes]]
+) -> bytes:
+    """Run `work` on every rank, then `combine` on rank 0 with what they have returned. All ranks call it.
+
+    Args:
+        channel: connects the ranks.
+        work: what each rank does.
+        combine: what rank 0 does with the results, in the order of ranks; returns an answer for each.
+
+    Returns:
+        The answer for this rank.
+
+    Raises:
+        CheckpointError: something has failed on any rank; it names the first one.
+    """
+    error: BaseException | None = None
+    try:
+        mine = _DONE + work()
+    except BaseException as raised:  # the others must not wait for this rank
+        error, mine = raised, _FAILED + _describe(raised, channel.rank)
+    parts = channel.gather(mine)
+    answers: Sequence[bytes] = ()
+    if channel.rank == 0:
+        answers = [part for part in parts if part.startswith(_FAILED)][:1] * channel.ranks
+        if not answers:
+            try:
+                answers = [_DONE + answer for answer in combine([part[1:] for part in parts])]
+            except BaseException as raised:
+                error, answers = raised, [_FAILED + _describe(raised, 0)] * channel.ranks
+    answer = channel.scatter(answers)
+    if answer.startswith(_DONE):
+        return answer[1:]
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    failure = json.loads(answer[1:])
+    raise CheckpointError(failure["message"], path=failure["path"], rank=failure["rank"]) from error
+
+
+def same_for_all(channel: Channel, answer: bytes) -> list[bytes]:
+    """Give every rank the same answer."""
+    return [answer] * channel.ranks
+
+
+def _describe(error: BaseException, rank: int) -> bytes:
+    """Describe an error for all ranks: our own errors say where they happened, if that matters."""
+    if isinstance(error, PenstockError):
+        message, path, place = str(error), getattr(error, "path", None), getattr(error, "rank", None)
+    else:
+        message, path, place = f"rank {rank} failed: {type(error).__name__}: {error}", None, rank
+    return json.dumps({"message": message, "path": path, "rank": place}).encode()
