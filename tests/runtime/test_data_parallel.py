@@ -529,6 +529,8 @@ def test_a_reduction_of_the_users_own_that_never_runs(workers, wrapper):
 class Adapter:
     """Notes what is asked of it."""
 
+    reduction = 0
+
     def __init__(self):
         self.calls = []
 

@@ -108,7 +108,8 @@ def _reduction_scope(
         for index, adapter in shared:
             if reduce and index not in elsewhere:
                 adapter.reduce()
-        for adapter in adapters:
+        # Stages may share a parameter: the average that was started last has all of its gradient, and must be the last.
+        for adapter in sorted(adapters, key=lambda adapter: adapter.reduction):
             adapter.finish_step()
     finally:
         for adapter in adapters:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch.distributed as dist
+
 T = TypeVar("T")
 #: All of a backward, the gradients of the inputs (I), or those of the weights (W).
 BackwardKind = Literal["full", "input", "weight"]
@@ -19,6 +21,7 @@ class DataParallel:
     Attributes:
         splits_backward: whether a backward can run in two halves; if not, all of it runs with the gradients of inputs.
         keeps_outputs: whether outputs are needed as tensors until the backward.
+        reduction: the number of the last reduction that was started, of all in this process.
         gradients_in_buckets: whether the backward that is running makes gradients parts of a bucket, where they must
             stay; otherwise the stage gives each gradient memory of its own.
     """
@@ -26,6 +29,12 @@ class DataParallel:
     splits_backward = True
     keeps_outputs = False
     gradients_in_buckets = False
+    reduction = 0
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that hold replicas, or shards, of the parameters."""
+        return ()
 
     def begin_step(self) -> None:
         """Begin a step: no gradient is reduced until ``reduce``."""

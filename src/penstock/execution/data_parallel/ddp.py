@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.execution.data_parallel.adapter import BackwardKind, T
 
+_REDUCTIONS: Final = count(1)
 #: Bytes of gradients that are averaged in one go.
 _BUCKET: Final = 25 << 20
 
@@ -42,6 +44,12 @@ class DdpAdapter(DataParallel):
         self._has_begun = False
         self._is_due = False
         self._in_flight: list[_Bucket] = []
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that hold replicas, as far as they are known before the first forward."""
+        inner = [ddp for module in self._modules if (ddp := _inner(module)) is not None]
+        return tuple(dict.fromkeys(ddp.process_group for ddp in inner))
 
     def begin_step(self) -> None:
         """Stop the modules from reducing gradients."""
@@ -78,6 +86,7 @@ class DdpAdapter(DataParallel):
         if not self._is_due:
             return
         self._is_due = False
+        self.reduction = next(_REDUCTIONS)
         for module in self._modules:
             inner = _inner(module)
             if inner is not None:

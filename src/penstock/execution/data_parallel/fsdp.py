@@ -14,10 +14,12 @@ import torch
 
 from penstock.execution.autograd import shares_storage
 from penstock.execution.data_parallel.adapter import DataParallel
+from penstock.execution.distributed_tensors import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import torch.distributed as dist
     from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
     from penstock.execution.data_parallel.adapter import BackwardKind, T
@@ -30,6 +32,11 @@ class FsdpPartsAdapter(DataParallel):
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._modules = modules
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that hold shards, or replicas of them."""
+        return _groups(self._modules)
 
     def reshard(self) -> None:
         """Release the parameters."""
@@ -59,6 +66,11 @@ class FsdpAdapter(DataParallel):
         for module in modules:
             if not isinstance(module, replicated):
                 module.set_reshard_after_forward(False, recurse=False)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that hold shards, or replicas of them."""
+        return _groups(self._modules)
 
     def begin_step(self) -> None:
         """Stop the modules from reducing gradients, and from resharding parameters after a backward."""
@@ -170,3 +182,9 @@ class FsdpAdapter(DataParallel):
     def _reduces_in_another_type(self) -> bool:
         """Whether gradients accumulate in a type other than their own: then W must not add in place."""
         return any(state._mp_policy.reduce_dtype is not None for state in self._states())
+
+
+def _groups(modules: Sequence[Any]) -> tuple[dist.ProcessGroup, ...]:
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    meshes = {parameter.device_mesh for parameter in parameters if is_distributed(parameter)}
+    return tuple(dict.fromkeys(mesh.get_group(dimension) for mesh in meshes for dimension in range(mesh.ndim)))
