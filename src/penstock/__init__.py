@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from penstock.models.split import split
     from penstock.planning.plan import plan
     from penstock.planning.result import Plan
+    from penstock.runtime.checkpoints.export import export
     from penstock.runtime.optimizers import Optimizer
     from penstock.runtime.profiling import profile
     from penstock.schedules.registry import build
@@ -107,6 +108,7 @@ _HOMES = {
     "WriteError": "penstock.errors",
     "build": "penstock.schedules.registry",
     "check": "penstock.verification.check",
+    "export": "penstock.runtime.checkpoints.export",
     "lower": "penstock.lowering.pipeline",
     "plan": "penstock.planning.plan",
     "profile": "penstock.runtime.profiling",
@@ -161,6 +163,7 @@ __all__ = [
     "__version__",
     "build",
     "check",
+    "export",
     "lower",
     "plan",
     "profile",

@@ -382,7 +382,7 @@ def test_values_that_do_not_fit_are_listed(values, message):
 def test_values_that_are_no_tensors_are_refused():
     with pytest.raises(SplitError, match=r"other shapes: weight: a int, expected a tensor"):
         materialize(nn.Linear(2, 2), ["weight"], state_dict={"weight": 3})
-    with pytest.raises(SplitError, match=r"state_dict= must have tensors by name, got a int"):
+    with pytest.raises(SplitError, match=r"state_dict= must have tensors by name, or be a path, got a int"):
         materialize(nn.Linear(2, 2), ["weight"], state_dict=3)
 
 

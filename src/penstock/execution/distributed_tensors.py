@@ -26,6 +26,12 @@ def local_part(tensor: Any) -> torch.Tensor:
     return part
 
 
+def full_tensor(tensor: Any) -> torch.Tensor:
+    """Get all of a tensor. All ranks that hold shards of it call it together."""
+    whole: torch.Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor
+    return whole
+
+
 def placed_like(gradient: Any, parameter: Any) -> Any:
     """Get a gradient that is sharded like its parameter. All ranks that hold shards call it together."""
     if is_distributed(gradient) and gradient.placements != parameter.placements:

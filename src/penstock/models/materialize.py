@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from operator import index
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -15,12 +16,16 @@ from penstock.models.initialization import initialize
 from penstock.models.layout import near_matches, shorten
 from penstock.models.registrations import names_by_tensor
 from penstock.models.tree_copy import copy_tree
+from penstock.models.weights import open_weights
 
 if TYPE_CHECKING:
     from penstock.models.registrations import Survey
 
 #: How parameters get their values: see ``materialize``.
 Init: TypeAlias = Literal["exact", "per_name"] | Callable[[str, Tensor], object]
+
+#: Where the values of parameters are: by name, or in safetensors files.
+Values: TypeAlias = Mapping[str, Tensor] | str | os.PathLike[str]
 
 
 def materialize(
@@ -29,7 +34,7 @@ def materialize(
     *,
     init: Init = "exact",
     seed: int | Tensor = 0,
-    state_dict: Mapping[str, Tensor] | None = None,
+    state_dict: Values | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, Tensor]:
     """Return the named parameters and buffers of a model as real tensors; nothing else of it takes memory.
@@ -52,7 +57,8 @@ def materialize(
             Buffers always get what the constructor gives them.
         seed: see ``init``. For ``"exact"``, also a state of torch's generator.
         state_dict: values by name, used instead of ``init`` for parameters and persistent buffers; other names are
-            ignored. A tied parameter may have any of its names here. Only what is needed is looked up.
+            ignored. A tied parameter may have any of its names here. Only what is needed is looked up. Or the path of a
+            safetensors file, or of a folder that ``save_pretrained`` or ``penstock.export`` wrote.
         device: where new tensors go; by default where the callable puts them, or the CPU.
 
     Raises:
@@ -69,7 +75,7 @@ def materialize_model(
     *,
     init: Init = "exact",
     seed: int | Tensor = 0,
-    state_dict: Mapping[str, Tensor] | None = None,
+    state_dict: Values | None = None,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Return a model with the named tensors as ``materialize`` makes them.
@@ -81,8 +87,8 @@ def materialize_model(
     seed = checked_seed(seed, init)
     if not callable(init) and init not in ("exact", "per_name"):
         raise SplitError(f"unknown init {init!r}; use 'exact', 'per_name', or a function of a name and a tensor")
-    if state_dict is not None and not isinstance(state_dict, Mapping):
-        raise SplitError(f"state_dict= must have tensors by name, got a {type(state_dict).__name__}")
+    if state_dict is not None and not isinstance(state_dict, Mapping | str | os.PathLike):
+        raise SplitError(f"state_dict= must have tensors by name, or be a path, got a {type(state_dict).__name__}")
     if isinstance(build, nn.Module):
         model = copy_tree(build)
     else:
@@ -90,6 +96,8 @@ def materialize_model(
             checked_model(build)
         model = _construct(build, wanted, init, seed, is_loaded=state_dict is not None)
         init = init if callable(init) else "exact"  # which the tensors are, if they are real
+    if isinstance(state_dict, str | os.PathLike):
+        state_dict = open_weights(state_dict, model)
     made = _make(model, wanted, init=init, seed=seed, state_dict=state_dict, device=device or "cpu")
     replace_tensors(model, lambda called, tensor: _replacement(called, tensor, made, wanted, device))
     return model

@@ -33,12 +33,14 @@ from penstock.models.sequential import is_plain, sequential_stage
 from penstock.models.stage_module import make_stage
 from penstock.models.tree_copy import copy_tree
 from penstock.models.units import Units, find_units
+from penstock.models.weights.pretrained import Configuration, rename_for_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from penstock.execution.ties import Tie
-    from penstock.models.materialize import Init
+    from penstock.models.materialize import Init, Values
     from penstock.models.partition import UnitCosts
     from penstock.models.record import Record
 
@@ -96,7 +98,7 @@ def split(
         description = _describe(base, units, record, choose_layout(base, units, record, stages, names, costs))
         if example is not None:
             description = description._replace(loss=measure_loss(base, *example))
-    made = Split(base, units, description, source)
+    made = Split(base, units, description, source, Configuration.of(original))
     if check and example is not None:
         made.check(example)
     return made
@@ -108,13 +110,20 @@ class Split:
     Attributes:
         model: a copy of the model that shares its parameters; its configuration builds no caches.
         description: the layout, edges, ties and the record of the probe, as plain data.
+        configuration: the configuration of a model of transformers, as it was given.
     """
 
     def __init__(
-        self, model: nn.Module, units: Units, description: Description, source: ModelSource | None = None
+        self,
+        model: nn.Module,
+        units: Units,
+        description: Description,
+        source: ModelSource | None = None,
+        configuration: Configuration | None = None,
     ) -> None:
         self.model = model
         self.description = description
+        self.configuration = configuration
         self._units = units
         self._source = source or ModelSource(model)
         self._parts: dict[tuple[int, ...], nn.Module] = {}
@@ -180,7 +189,7 @@ class Split:
         *,
         init: Init = "exact",
         seed: int | torch.Tensor = 0,
-        state_dict: Mapping[str, torch.Tensor] | None = None,
+        state_dict: Values | None = None,
         device: torch.device | str | None = None,
     ) -> dict[int, nn.Module]:
         """Make the stages of a rank with parameters of their own; those of other ranks take no memory.
@@ -195,7 +204,8 @@ class Split:
                 from ``seed`` and its name: the same values for any number of stages, and no others are drawn. Or a
                 function that is called with the name and the uninitialised tensor of each parameter.
             seed: see ``init``.
-            state_dict: the values of parameters and buffers, by name, instead of ``init``. Only this rank's are read.
+            state_dict: the values of parameters and buffers, by name, instead of ``init``; or the path of a safetensors
+                file, or of a folder that ``save_pretrained`` or ``penstock.export`` wrote. Only this rank's are read.
             device: where the parameters go.
 
         >>> parts = split(lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)), stages=2)
@@ -253,6 +263,15 @@ class Split:
                 self.model.eval()
             check.run()
 
+    def rename_for_files(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return some of the model's tensors under the names that files of its family have, if it has a family."""
+        return rename_for_files(self.model, tensors)
+
+    def write_configuration(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write what else ``from_pretrained`` needs to read tensors of a type from a folder."""
+        if self.configuration is not None:
+            self.configuration.write(folder, dtype)
+
     def to_json(self) -> dict[str, Any]:
         """Return the description as plain data."""
         return self.description.to_json()
@@ -271,7 +290,7 @@ class Split:
                 "the description does not fit the model; in only one of them are "
                 f"{shorten(sorted(names ^ set(units.units)))}"
             )
-        return cls(base, units, description, source)
+        return cls(base, units, description, source, Configuration.of(original))
 
     def describe(self) -> str:
         """Return a table of the stages: modules, parameters, bytes, edges and ties."""

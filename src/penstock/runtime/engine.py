@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from penstock.runtime.losses import Weight
     from penstock.runtime.pipeline import Pipeline
     from penstock.runtime.recording import Recording
-    from penstock.runtime.splits import GivenStages, Split
+    from penstock.runtime.splits import GivenStages, Split, Wrapper
     from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
@@ -121,6 +121,7 @@ class Engine:
         recording: the current recording, if any.
         judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
         batch_loss: the loss of the last batch, where its losses are.
+        split: what the stages are from, if they are from a split.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Engine:
         shapes: str | Mapping[int, Any],
         loss_reduction: str | None,
         loss_weight: Weight | None,
+        wrap: Wrapper | None,
         specs: Mapping[str, Any],
         output_spec: Any,
         share_losses: bool,
@@ -167,10 +169,12 @@ class Engine:
                 loss_fn=loss_fn,
                 loss_reduction=loss_reduction,
                 loss_weight=loss_weight,
+                wrap=wrap,
             )
             schedule, self.loss_fn, self._target_name = parts.schedule, parts.loss_fn, parts.target
             self._reduction, self._weight = parts.reduction, parts.weight
             self._replace_loss = parts.replace_loss
+            self.split = parts.split
             check_reduction(self._reduction, self._weight)
             check_shapes(shapes)
             self.stages: Mapping[int, Stage] = collect_stages(parts.stages)
@@ -189,7 +193,6 @@ class Engine:
             check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
             of_model = loss_fn is None and parts.target is not None and not self.is_forward_only
             self._keywords = SplitKeywords(parts.target, is_required=of_model) if parts.digest else None
-            self._is_split = bool(parts.digest)
             common = {"split": parts.digest} | self._common_options() | describe_options(parts.ties, check_ties_every)
             check_ranks_agree(transport, self.schedule, common)
             if parts.digest:
@@ -219,7 +222,8 @@ class Engine:
     def state_names(self) -> StateNames:
         """What the state of all stages is called in a checkpoint. All ranks call it."""
         if self._state_names is None:
-            self._state_names = agree_on_names(self.stages, self.ties.ties, self.transport, is_split=self._is_split)
+            is_split = self.split is not None
+            self._state_names = agree_on_names(self.stages, self.ties.ties, self.transport, is_split=is_split)
         return self._state_names
 
     def new_programs(self) -> ProgramCache:

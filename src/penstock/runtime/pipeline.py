@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.losses import Weight
-    from penstock.runtime.splits import GivenStages, Split
+    from penstock.runtime.splits import GivenStages, Split, Wrapper
     from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
@@ -41,6 +41,7 @@ _OF_CONSTRUCTOR: Final = frozenset(
         "loss_fn",
         "loss_reduction",
         "loss_weight",
+        "wrap",
         "share_losses",
         "ties",
         "allow_untrained",
@@ -80,6 +81,8 @@ class Pipeline:
         loss_reduction: ``"mean"``, ``"sum"`` or ``"weighted"``: what ``loss_fn`` computes for a microbatch, so that
             gradients are those of the whole batch; by default ``"mean"``, or what the loss of a split is.
         loss_weight: with ``"weighted"``: how much a microbatch counts, given its target.
+        wrap: called with the module of each stage on this rank, returns what to run instead, e.g. ``fully_shard``,
+            ``DistributedDataParallel`` or ``torch.compile`` around it.
         args_spec: how positional arguments are split, e.g. ``(TensorChunkSpec(1), Replicate)``; by default along
             dimension 0.
         kwargs_spec: the same for keyword arguments.
@@ -110,6 +113,7 @@ class Pipeline:
         shapes: str | Mapping[int, Any] = INFERRED,
         loss_reduction: str | None = None,
         loss_weight: Weight | None = None,
+        wrap: Wrapper | None = None,
         args_spec: Any = None,
         kwargs_spec: Any = None,
         target_spec: Any = None,
@@ -136,6 +140,7 @@ class Pipeline:
                 shapes=shapes,
                 loss_reduction=loss_reduction,
                 loss_weight=loss_weight,
+                wrap=wrap,
                 specs={"args_spec": args_spec, "kwargs_spec": kwargs_spec, "target_spec": target_spec},
                 output_spec=output_spec,
                 share_losses=share_losses,

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard, cast
 
+from torch import nn
+
 from penstock.errors import EdgeError, StageError
 from penstock.ir.edges import checked_edges
 from penstock.runtime.losses import MEAN
 from penstock.runtime.setup_checks import check_schedule
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from penstock.execution.stage import Stage
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.runtime.losses import Weight
     from penstock.runtime.ties import GivenTie
 
+    #: What is around the module of a stage, e.g. ``fully_shard`` or ``torch.compile``.
+    Wrapper = Callable[[torch.nn.Module], torch.nn.Module]
     #: Stages of this rank in either form in which they may be given by hand.
     GivenStages = Mapping[int, torch.nn.Module | Stage] | Iterable[Stage]
 
@@ -75,6 +81,12 @@ class Split(Protocol):
     def stages(self, rank: int, placement: Placement) -> Mapping[int, torch.nn.Module]:
         """The stages of a rank, by index."""
 
+    def rename_for_files(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Some of the model's tensors under the names that they have in files."""
+
+    def write_configuration(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write to a folder what describes the model there, whose parameters are of that type."""
+
 
 class Parts(NamedTuple):
     """What a pipeline is built from.
@@ -90,6 +102,7 @@ class Parts(NamedTuple):
         digest: the checksum of the split; empty for stages that were given by hand.
         origin: what identifies the model that was split; empty if that is not known.
         replace_loss: puts the loss of the batch into a merged output, if the output has it.
+        split: the split, if the stages are from one.
     """
 
     stages: GivenStages
@@ -102,6 +115,7 @@ class Parts(NamedTuple):
     digest: str = ""
     origin: str = ""
     replace_loss: Callable[[Any, torch.Tensor], Any] | None = None
+    split: Split | None = None
 
 
 def collect_parts(
@@ -114,12 +128,14 @@ def collect_parts(
     loss_fn: LossFunction | None,
     loss_reduction: str | None,
     loss_weight: Weight | None,
+    wrap: Wrapper | None = None,
 ) -> Parts:
     """Collect what a pipeline is built from; a split provides what is not given."""
     check_schedule(schedule)
     if not _is_split(given):
         schedule = schedule if edges is None else add_edges(schedule, edges, "edges=")
-        return Parts(cast("GivenStages", given), schedule, tuple(ties), loss_fn, loss_reduction or MEAN, loss_weight)
+        stages = _wrapped(cast("GivenStages", given), wrap)
+        return Parts(stages, schedule, tuple(ties), loss_fn, loss_reduction or MEAN, loss_weight)
     if edges is not None:
         raise StageError("a split has its own edges; leave out edges=")
     if len(given.layout) != schedule.stages:
@@ -130,7 +146,7 @@ def collect_parts(
     schedule = add_edges(schedule, given.edges, "the split")
     loss = given.loss
     parts = Parts(
-        given.stages(rank=rank, placement=schedule.placement),
+        _wrapped(given.stages(rank=rank, placement=schedule.placement), wrap),
         schedule,
         (*given.ties, *ties),
         loss_fn,
@@ -139,6 +155,7 @@ def collect_parts(
         None if loss is None else loss.target,
         given.digest,
         getattr(given, "origin", ""),
+        split=given,
     )
     if loss is None or loss_fn is not None:
         return parts
@@ -147,6 +164,24 @@ def collect_parts(
     return parts._replace(
         loss_fn=loss.loss_fn, reduction=reduction, weight=loss_weight or weight, replace_loss=loss.replace
     )
+
+
+def _wrapped(given: GivenStages, wrap: Wrapper | None) -> GivenStages:
+    """Wrap the modules of stages."""
+    if wrap is None:
+        return given
+    if not isinstance(given, Mapping):
+        raise StageError("wrap= takes modules by stage index; wrap the modules of Stage objects yourself")
+    wrapped: dict[int, torch.nn.Module | Stage] = {}
+    for stage, module in given.items():
+        if not isinstance(module, nn.Module):
+            raise StageError(
+                f"wrap= takes modules, but stage {stage} is {module!r}; wrap its module yourself", stage=stage
+            )
+        wrapped[stage] = wrap(module)
+        if not isinstance(wrapped[stage], nn.Module):
+            raise StageError(f"wrap= must return a module, not {wrapped[stage]!r}", stage=stage)
+    return wrapped
 
 
 def add_edges(schedule: Schedule, edges: Iterable[Edge], giver: str) -> Schedule:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from penstock.errors import CheckpointError, PenstockError
 
@@ -111,6 +111,16 @@ def run_on_all(
 def same_for_all(channel: Channel, answer: bytes) -> list[bytes]:
     """Give every rank the same answer."""
     return [answer] * channel.ranks
+
+
+def share_results(channel: Channel, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on every rank, and give what all of them have returned, plain data, to every rank."""
+
+    def combine(parts: Sequence[bytes]) -> list[bytes]:
+        return same_for_all(channel, b"[" + b",".join(parts) + b"]")
+
+    results: list[Any] = json.loads(run_on_all(channel, lambda: json.dumps(work()).encode(), combine))
+    return results
 
 
 def _describe(error: BaseException, rank: int) -> bytes:
