@@ -15,7 +15,7 @@ help:
 	@echo "make test       everything that CI checks"
 	@echo "make test-fast  the tests that start no processes, for editing"
 	@echo "make test-full  the same as make test, with the slow sweeps"
-	@echo "make bench      the benchmarks, against the installed torch"
+	@echo "make bench      every goal with its measured figure, in one table; QUICK=1 for less"
 	@echo "make format     format and fix the sources"
 	@echo "make clean      remove .venv and caches"
 
@@ -49,16 +49,9 @@ test-full: lint browser
 browser:
 	@command -v chromium >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends chromium; }
 
+# QUICK=1 measures smaller sizes with fewer repeats.
 bench: setup
-	$(BIN)/python benchmarks/build.py
-	$(BIN)/python benchmarks/lowering.py
-	$(BIN)/python benchmarks/simulate.py
-	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/runtime.py
-	$(BIN)/python benchmarks/dropin.py
-	$(BIN)/python benchmarks/skips.py
-	$(BIN)/python benchmarks/prediction.py
-	$(BIN)/python benchmarks/planned.py
+	$(BIN)/python benchmarks/summary.py $(if $(QUICK),--quick)
 
 format: setup
 	$(BIN)/ruff format .

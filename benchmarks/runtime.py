@@ -7,11 +7,11 @@ with one thread and one core each. Wall time depends on the load of the machine;
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import TYPE_CHECKING
 
+from goals import finish, parser_of
 from runtime_parts import memory, overhead, splitting, steps
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ PARTS: dict[str, Callable[..., Report]] = {
 
 def main(parts: dict[str, Callable[..., Report]] = PARTS, description: str | None = __doc__) -> None:
     """Print the tables and every goal; exit with 1 if one is missed."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and schedules")
     parser.add_argument("--only", choices=parts, action="append", help="only this part; may be repeated")
@@ -41,12 +41,9 @@ def main(parts: dict[str, Callable[..., Report]] = PARTS, description: str | Non
         if not arguments.json:
             print(reports[-1], end="\n\n", flush=True)
     goals = [goal for report in reports for goal in report.goals]
-    missed = [goal for goal in goals if not goal.met]
     if arguments.json:
         print(json.dumps([report.as_data() for report in reports], indent=1))
-    else:
-        print(f"{len(goals) - len(missed)} of {len(goals)} goals met", *missed, sep="\n")
-    sys.exit(bool(missed))
+    finish(goals, arguments.goals, quiet=arguments.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ it does not support them. Ours is ``simulate``: for a new schedule, which it als
 
 from __future__ import annotations
 
-import argparse
 import logging
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from time import perf_counter
 
 import penstock as ps
 from alternating import alternate
+from goals import Goal, finish, parser_of
 from penstock.graph.start_times import start_times
 from penstock.simulation.step_graph import build_step_graph
 
@@ -45,7 +45,7 @@ print(perf_counter() - begin)
 
 def main() -> None:
     """Print the tables; exit with 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="only the smaller size")
     arguments = parser.parse_args()
@@ -53,20 +53,20 @@ def main() -> None:
     sizes = SIZES[:1] if arguments.quick else SIZES
     from_schedule(ps.lower(ps.build("ZBVZeroBubble", ranks=64, microbatches=512)))  # loads the compiler
     goals = [
-        compare(sizes, arguments.repeats),
+        *compare(sizes, arguments.repeats),
         kernel(arguments.repeats),
-        growth(arguments.repeats),
+        *growth(arguments.repeats),
         first_call(arguments.repeats),
         many(arguments.repeats),
     ]
-    sys.exit(not all(goals))
+    finish(goals, arguments.goals)
 
 
-def compare(sizes: tuple[tuple[int, int, int], ...], repeats: int) -> bool:
-    """Measure ours and torch's alternately; return whether the goals are met."""
+def compare(sizes: tuple[tuple[int, int, int], ...], repeats: int) -> list[Goal]:
+    """Measure ours and torch's alternately."""
     print(f"simulating, median of {repeats} (quartiles)\n")
     print(f"{'ranks, stages, microbatches':28} {'':22} {'torch':>36} {'penstock':>32} {'':>8} {'again':>28}")
-    met = True
+    goals = []
     for size in sizes:
         for name in SCHEDULES:
             ranks, stages, microbatches = size
@@ -79,10 +79,12 @@ def compare(sizes: tuple[tuple[int, int, int], ...], repeats: int) -> bool:
                 repeats=repeats,
             )
             ratios = torch.median / first.median, torch.median / again.median
-            met &= ratios[0] >= FASTER and ratios[1] >= FASTER_AGAIN
+            what = f"simulating {name} at {size}, times as fast as torch's dry run"
+            goals.append(Goal(what, ratios[0], FASTER, at_least=True))
+            goals.append(Goal(f"{what}, with new costs", ratios[1], FASTER_AGAIN, at_least=True))
             timed = f"{torch!s:>36} {first!s:>32} {ratios[0]:7.1f}x {again!s:>28} {ratios[1]:7.1f}x"
             print(f"{size!s:28} {name:22} {timed}", flush=True)
-    return met
+    return goals
 
 
 def dry_run(rows: dict[int, list[object]], lowered: ps.Schedule) -> object:
@@ -102,7 +104,7 @@ def other_costs(lowered: ps.Schedule, numbers: count[int]) -> float:
     return ps.simulate(lowered, ps.Costs(forward=next(numbers))).makespan
 
 
-def kernel(repeats: int) -> bool:
+def kernel(repeats: int) -> Goal:
     """Measure how many actions the walk processes per second."""
     lowered = ps.lower(ps.build("ZBVZeroBubble", ranks=64, microbatches=512))
     timeline = ps.simulate(lowered)
@@ -119,13 +121,13 @@ def kernel(repeats: int) -> bool:
     )
     rate = len(lowered.codes) / timing.median
     print(f"\nthe kernel: {len(lowered.codes):,} actions in {timing}: {rate / 1e6:.0f} million per second")
-    return rate >= KERNEL_RATE
+    return Goal("the kernel, per second", rate / 1e6, KERNEL_RATE / 1e6, at_least=True, unit="million actions")
 
 
-def growth(repeats: int) -> bool:
-    """Measure the time for four times the actions over the time; return whether it is linear."""
+def growth(repeats: int) -> list[Goal]:
+    """Measure the time for four times the actions over the time."""
     print(f"\ntime(4n) / time(n) from a schedule, median of {repeats}; at most {LARGEST_GROWTH} if linear\n")
-    linear = True
+    goals = []
     for name in SCHEDULES:
         lowered = [
             ps.lower(ps.build(name, ranks=ranks, microbatches=microbatches))
@@ -133,12 +135,12 @@ def growth(repeats: int) -> bool:
         ]
         timings = alternate(*(partial(from_schedule, schedule) for schedule in lowered), repeats=repeats)
         ratios = [later.median / earlier.median for earlier, later in pairwise(timings)]
-        linear &= max(ratios) <= LARGEST_GROWTH
+        goals.append(Goal(f"simulating {name}, time for four times the actions", max(ratios), LARGEST_GROWTH))
         print(f"{name:22} {' '.join(f'{ratio:8.2f}' for ratio in ratios)}", flush=True)
-    return linear
+    return goals
 
 
-def first_call(repeats: int) -> bool:
+def first_call(repeats: int) -> Goal:
     """Measure the first simulation in a fresh process, which loads the compiler with a warm cache."""
     path = Path(__file__).parent / ".first_call.json"
     ps.lower(ps.build("ZBVZeroBubble", ranks=32, microbatches=256)).write(path)
@@ -149,10 +151,10 @@ def first_call(repeats: int) -> bool:
         path.unlink()
     seconds = sorted(map(float, runs))
     print(f"\nfirst call in a process: {seconds[len(seconds) // 2]:.2f} s ({seconds[0]:.2f} to {seconds[-1]:.2f})")
-    return seconds[len(seconds) // 2] < FIRST_CALL
+    return Goal("first simulation of a process", seconds[len(seconds) // 2], FIRST_CALL, unit="s")
 
 
-def many(repeats: int) -> bool:
+def many(repeats: int) -> Goal:
     """Measure a thousand samples of 8 ranks and 64 microbatches."""
     lowered = ps.lower(ps.build("Interleaved1F1B", ranks=8, microbatches=64))
     seconds = []
@@ -161,7 +163,7 @@ def many(repeats: int) -> bool:
         ps.simulate_many(lowered, noise=0.1, samples=MANY, seed=seed)
         seconds.append(perf_counter() - begin)
     print(f"{MANY} samples of {len(lowered.codes):,} actions: {sorted(seconds)[len(seconds) // 2]:.2f} s")
-    return sorted(seconds)[len(seconds) // 2] < 1.5
+    return Goal(f"{MANY} samples with noise", sorted(seconds)[len(seconds) // 2], 1.5, unit="s")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional
 
 import penstock as ps
+from goals import Goal
 from penstock.execution.split_backward.split import SplitBackward
 from runtime_parts.allocations import Block, Trace, between, freed, level, mark, peak, traced
 from runtime_parts.contestants import SCHEDULES, SINGLE, Case, Contestant, Kind, Loop, Penstock, Torch, clear
 from runtime_parts.models import Model, linear, transformer
 from runtime_parts.processes import on_ranks
-from runtime_parts.report import Goal, Report
+from runtime_parts.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from goals import Goal
 from runtime_parts.contestants import SINGLE, Case, Kind, Loop, Penstock, Torch, same_gradients
 from runtime_parts.models import linear
 from runtime_parts.processes import on_ranks
 from runtime_parts.racing import Spread, Turns, race, ratios
-from runtime_parts.report import Goal, Report
+from runtime_parts.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,28 +1,12 @@
-"""Tables and goals."""
+"""Tables of one part of a benchmark, with its goals."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-
-@dataclass(frozen=True)
-class Goal:
-    """A figure with an upper or a lower limit."""
-
-    name: str
-    figure: float
-    limit: float
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Whether the figure is within the limit."""
-        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
-
-    def __str__(self) -> str:
-        relation = ">=" if self.at_least else "<="
-        return f"{'met   ' if self.met else 'MISSED'} {self.name}: {self.figure:.3f} {relation} {self.limit:g}"
+if TYPE_CHECKING:
+    from goals import Goal
 
 
 @dataclass

@@ -12,12 +12,13 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from goals import Goal
 from penstock.execution.split_backward.split import SplitBackward
 from penstock.graph.heap import keep_all_freed_memory
 from runtime_parts.models import transformer
 from runtime_parts.processes import on_ranks
 from runtime_parts.racing import Spread, ratios
-from runtime_parts.report import Goal, Report
+from runtime_parts.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from goals import Goal
 from runtime_parts.contestants import (
     SCHEDULES,
     SPLITTING,
@@ -21,7 +22,7 @@ from runtime_parts.contestants import (
 from runtime_parts.models import Model, transformer
 from runtime_parts.processes import on_sides
 from runtime_parts.racing import Spread, Turns, race, ratios
-from runtime_parts.report import Goal, Report
+from runtime_parts.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
