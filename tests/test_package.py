@@ -24,6 +24,7 @@ PUBLIC = [
     "ComputationType",
     "Costs",
     "CostsError",
+    "DropInError",
     "Edge",
     "EdgeError",
     "Finding",

@@ -50,6 +50,7 @@ COVERED = [
     "src/penstock/runtime",
     "src/penstock/pipelining",
     "src/penstock/cli",
+    "src/penstock/dropin",
     "examples",
     "benchmarks",
     "README.md",

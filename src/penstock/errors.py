@@ -19,6 +19,7 @@
     ├── SplitError               a model that cannot be split as requested      (also a ValueError)
     │   └── TraceError             a model that cannot be traced                  (also a RuntimeError)
     ├── WriteError               a file that cannot be written as requested     (also a ValueError)
+    ├── DropInError              a mix of torch's package and its replacement   (also an ImportError)
     └── RunError                 a failure while a pipeline is set up or run    (also a RuntimeError)
         ├── StageError             stages that do not match the schedule, or each other
         ├── MicrobatchError        a batch that cannot be split, or outputs that cannot be merged, as requested
@@ -253,6 +254,10 @@ class TraceError(SplitError, RuntimeError):
 
 class WriteError(PenstockError, ValueError):
     """A file cannot be written as requested."""
+
+
+class DropInError(PenstockError, ImportError):
+    """A process would mix ``torch.distributed.pipelining`` and its replacement, or a module has none."""
 
 
 class RunError(PenstockError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import typer
 
 from penstock.cli.launch import OnLine, launch
 from penstock.cli.source import DEFAULT_RANKS
+from penstock.dropin.environment import environment
 
 #: Everything after the script belongs to the script.
 RUN_SETTINGS: Final = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -19,6 +21,7 @@ RUN_SETTINGS: Final = {"allow_interspersed_args": False, "help_option_names": ["
 #: Options after the script that were probably meant for ``penstock run``.
 _MISPLACED: Final[Mapping[str, re.Pattern[str]]] = {
     "ranks": re.compile(r"--ranks(=.*)?|-r\d*"),
+    "drop_in": re.compile(r"--drop-in"),
     "no_prefix": re.compile(r"--no-prefix"),
     "timeout": re.compile(r"--timeout(=.*)?"),
 }
@@ -38,6 +41,10 @@ def run(
     ranks: Annotated[int, typer.Option("--ranks", "-r", min=1, help="Number of processes.")] = DEFAULT_RANKS,
     module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, like python -m.")] = False,
     no_prefix: Annotated[bool, typer.Option("--no-prefix", help="Do not prefix each line with its rank.")] = False,
+    drop_in: Annotated[
+        bool,
+        typer.Option("--drop-in", help="Make torch.distributed.pipelining penstock.pipelining in every process."),
+    ] = False,
     timeout: Annotated[
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="Terminate after this time, with exit code 124."),
@@ -60,7 +67,12 @@ def run(
 
     Example: penstock run --ranks 4 train.py --steps 100
 
+    With --drop-in, an unmodified program for torch.distributed.pipelining runs on penstock.pipelining; rank 0 reports
+    it in one line. The equivalent with torchrun: torchrun ... -m penstock.dropin train.py
+
     Example: penstock run --ranks 2 --timeout 600 --module project.train
+
+    Example: penstock run --ranks 2 --drop-in train.py
     """
     if not module and Path(script).is_dir():
         raise typer.BadParameter(f"{script} is a directory; expected a Python file", param_hint="SCRIPT")
@@ -73,7 +85,8 @@ def run(
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
     on_line = _writer(prefix=not no_prefix) if ranks > 1 else None
     try:
-        outcome = launch(command, ranks, on_line=on_line, timeout=timeout)
+        variables = environment(os.environ) if drop_in else None
+        outcome = launch(command, ranks, on_line=on_line, timeout=timeout, environment=variables)
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted; all processes have ended", err=True)
         raise
