@@ -261,6 +261,10 @@ def test_what_cannot_be_traced_is_named():
     assert raised.value.__cause__ is not None
     with pytest.raises(TraceError, match="the forward of Untraceable"):
         pipeline(Untraceable(), (X,))
+    reserved = nn.Sequential()
+    reserved.register_module("graph", nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(TraceError, match="cannot trace the forward of Sequential: .*graph"):
+        pipeline(reserved, (X,))
 
 
 def test_an_unknown_module_comes_with_near_matches():

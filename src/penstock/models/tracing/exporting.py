@@ -48,10 +48,13 @@ def _distinct(arguments: Any) -> Any:
     return _pytree.tree_map_only(torch.Tensor, copy_known, arguments)
 
 
-def module_of(program: ExportedProgram) -> fx.GraphModule:
-    """Return the module of a program: a graph that holds the model's own tensors."""
-    with torch_warnings_hidden():
-        module = program.module(check_guards=False)
+def module_of(model: torch.nn.Module, program: ExportedProgram) -> fx.GraphModule:
+    """Return the module of a model's program: a graph that holds the model's own tensors; or raise ``TraceError``."""
+    try:
+        with torch_warnings_hidden():
+            module = program.module(check_guards=False)
+    except Exception as error:  # e.g. a layer with the name of an attribute of graph modules
+        raise _failure(model, error) from error
     assert isinstance(module, fx.GraphModule)
     return module
 

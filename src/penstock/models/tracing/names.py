@@ -48,13 +48,18 @@ def find_attribute(module: torch.nn.Module, name: str) -> Any:
 
 
 def assign(module: torch.nn.Module, name: str, value: Any, *, persistent: bool = True) -> None:
-    """Set an attribute of a module, or of one inside it, which is created if it is missing."""
+    """Set an attribute of a module, or of one inside it, which is created if it is missing.
+
+    A module that replaces another one takes over what only that holds.
+    """
     *path, last = name.split(".")
     for part in path:
         if not hasattr(module, part):
             module.add_module(part, torch.nn.Module())
         module = getattr(module, part)
     if isinstance(value, torch.nn.Module):
+        if last in module._modules:
+            _take_over(value, getattr(module, last))
         module.add_module(last, value)
     elif isinstance(value, torch.nn.Parameter):
         module.register_parameter(last, value)
@@ -62,3 +67,17 @@ def assign(module: torch.nn.Module, name: str, value: Any, *, persistent: bool =
         module.register_buffer(last, value, persistent=persistent)
     else:
         setattr(module, last, value)
+
+
+def _take_over(module: torch.nn.Module, before: torch.nn.Module) -> None:
+    """Give a module the tensors and modules that it lacks and another one has."""
+    for name, tensor in before._parameters.items():
+        module._parameters.setdefault(name, tensor)
+    for name, buffer in before._buffers.items():
+        if name not in module._buffers:
+            module.register_buffer(name, buffer, persistent=name not in before._non_persistent_buffers_set)
+    for name, inner in before._modules.items():
+        if name not in module._modules:
+            module.add_module(name, inner)
+        elif inner is not None:
+            _take_over(getattr(module, name), inner)

@@ -1,13 +1,14 @@
 """Builds the module of a stage from a part of the graph, with a module inside for each call of one.
 
-So its parameters have the names that they have in the model. A module that is called again in the same stage becomes a
-second one, ``name@1``, which holds no parameters but is passed those of the first.
+So its parameters have the names that they have in the model. Only one call of a module can have its place: any other
+in the same stage becomes a module ``name@1``, which holds no parameters but is passed them.
 """
 
 from __future__ import annotations
 
 import operator
-from itertools import groupby
+from collections import Counter
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Source(NamedTuple):
 
 def build_module(source: Source, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], output: Any) -> fx.GraphModule:
     """Build a module that runs these nodes, given some values of other ones, and returns some of its own."""
-    frame = _Frame(source, path="", owns=True)
+    frame = _Frame(source, path="", owns=True, called=_called(source, nodes, 0))
     frame.take(inputs)
     frame.run(nodes, 0)
     has_regions = any(isinstance(scope, Mode) for node in nodes for scope in source.scopes[node])
@@ -55,16 +56,19 @@ class _Frame:
     Attributes:
         path: the name of the module in the model.
         owns: whether it has the place in the stage that it has in the model, and holds parameters.
+        called: the names in the model of the modules that it calls itself.
     """
 
-    def __init__(self, source: Source, *, path: str, owns: bool) -> None:
+    def __init__(self, source: Source, *, path: str, owns: bool, called: set[str]) -> None:
         self.source = source
         self.path = path
         self.owns = owns
+        self.called = called
         self._graph = fx.Graph()
         self._root = torch.nn.Module()
         self._here: dict[fx.Node, fx.Node] = {}
-        self._calls: dict[str, int] = {}
+        self._placed: set[str] = set()
+        self._others: Counter[str] = Counter()
 
     def take(self, inputs: Iterable[fx.Node]) -> None:
         """Add arguments."""
@@ -93,21 +97,31 @@ class _Frame:
         return kind(self._root, self._graph)
 
     def _call(self, call: Call, members: Sequence[fx.Node], depth: int) -> None:
-        inside = f"{self.path}." if self.path else ""
-        is_child = call.path.startswith(inside)
-        name = call.path.removeprefix(inside)
-        again = self._calls.get(name, 0)
-        self._calls[name] = again + 1
-        child = _Frame(self.source, path=call.path, owns=self.owns and is_child and not again)
+        place, is_own = self._place(call.path)
+        called = _called(self.source, members, depth + 1)
+        child = _Frame(self.source, path=call.path, owns=self.owns and is_own, called=called)
         own = set(members)
         inputs = _used_from_outside(members, own, lambda node: child._local_name(node) is not None)
         outputs = [node for node in members if any(user not in own for user in node.users)]
         child.take(inputs)
         child.run(members, depth + 1)
-        place = f"{name}@{again}" if again else name
         assign(self._root, place, child.finish(one_or_all(outputs)))
-        called = self._graph.call_module(place, tuple(map(self._value, inputs)))
-        self._receive(called, outputs)
+        self._receive(self._graph.call_module(place, tuple(map(self._value, inputs))), outputs)
+
+    def _place(self, path: str) -> tuple[str, bool]:
+        """Return where the module of a call goes, and whether that is its place in the model.
+
+        It is not if an earlier call has that place, or the module of another call makes one there.
+        """
+        inside = f"{self.path}." if self.path else ""
+        name = path.removeprefix(inside)
+        around = set(accumulate(path.split(".")[:-1], "{}.{}".format))
+        if path.startswith(inside) and name not in self._placed and not around & self.called:
+            self._placed.add(name)
+            return name, True
+        name = name.replace(".", "_")
+        self._others[name] += 1
+        return f"{name}@{self._others[name]}", False
 
     def _receive(self, called: fx.Node, outputs: Sequence[fx.Node]) -> None:
         if len(outputs) == 1:
@@ -150,6 +164,12 @@ class _Frame:
             number += 1
             free = f"{name}_{number}"
         return free
+
+
+def _called(source: Source, nodes: Iterable[fx.Node], depth: int) -> set[str]:
+    """The names of the modules that nodes are in, the outermost of those that are not around all of them."""
+    inner = (next((one for one in source.scopes[node][depth:] if isinstance(one, Call)), None) for node in nodes)
+    return {call.path for call in inner if call is not None}
 
 
 def one_or_all(outputs: Sequence[fx.Node]) -> Any:

@@ -44,7 +44,7 @@ def make_stages(
         stage_name: the name of a stage's module.
         split_policy: inserts marks into the exported graph.
     """
-    traced = module_of(program)
+    traced = module_of(model, program)
     inline_regions(traced)
     if split_policy is not None:
         traced = split_policy(traced)
