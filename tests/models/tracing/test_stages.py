@@ -263,7 +263,7 @@ def test_what_cannot_be_traced_is_named():
         pipeline(Untraceable(), (X,))
     reserved = nn.Sequential()
     reserved.register_module("graph", nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(TraceError, match="cannot trace the forward of Sequential: .*graph"):
+    with pytest.raises(TraceError, match=r"cannot trace the forward of Sequential: .*graph"):
         pipeline(reserved, (X,))
 
 
