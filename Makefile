@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What starts no processes runs beside what does. A file is run by one worker: its tests share what is slow to make.
 PYTEST := $(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-full browser lint bench format clean
+.PHONY: help setup demo test test-fast test-full browser lint docs bench format clean
 
 help:
 	@echo "make demo       train a small GPT on four local processes"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-fast  the tests that start no processes, for editing"
 	@echo "make test-full  the same as make test, with the slow sweeps"
 	@echo "make bench      every goal with its measured figure, in one table; QUICK=1 for less"
+	@echo "make docs       the documentation as a site, in site/"
 	@echo "make format     format and fix the sources"
 	@echo "make clean      remove .venv and caches"
 
@@ -53,9 +54,13 @@ browser:
 bench: setup
 	$(BIN)/python benchmarks/summary.py $(if $(QUICK),--quick)
 
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "Open site/index.html, or run $(BIN)/mkdocs serve"
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
