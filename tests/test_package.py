@@ -39,6 +39,7 @@ PUBLIC = [
     "Plan",
     "PlacementError",
     "PlanError",
+    "ProgressLine",
     "ReadError",
     "RunError",
     "Samples",

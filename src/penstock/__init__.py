@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from penstock.runtime.checkpoints.export import export
     from penstock.runtime.optimizers import Optimizer
     from penstock.runtime.profiling import profile
+    from penstock.runtime.progress_line import ProgressLine
     from penstock.schedules.registry import build
     from penstock.simulation.costs import Costs
     from penstock.simulation.sampling import Samples, simulate_many
@@ -91,6 +92,7 @@ _HOMES = {
     "Plan": "penstock.planning.result",
     "PlacementError": "penstock.errors",
     "PlanError": "penstock.errors",
+    "ProgressLine": "penstock.runtime.progress_line",
     "ReadError": "penstock.errors",
     "RunError": "penstock.errors",
     "Samples": "penstock.simulation.sampling",
@@ -146,6 +148,7 @@ __all__ = [
     "PlacementError",
     "Plan",
     "PlanError",
+    "ProgressLine",
     "ReadError",
     "RunError",
     "Samples",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -33,6 +35,7 @@ class Progress:
         waiting: whether it waits; None if unknown.
         call: what the user has called last.
         awaited: the rank and the text of what it waits for now, where it waits for several messages in turn.
+        waited: for how many seconds it has waited for other ranks so far.
     """
 
     labels: Sequence[str] = ()
@@ -43,6 +46,7 @@ class Progress:
     waiting: bool | None = None
     call: str = "exchange()"
     awaited: tuple[int, str] | None = None
+    waited: float = 0.0
 
     def enter(self, labels: Sequence[str], peers: Sequence[int | None], waits: Sequence[str]) -> None:
         """Begin a step with these operations."""
@@ -53,6 +57,24 @@ class Progress:
         self.waiting = False
         self.awaited = None
         self.step += 1
+
+    def wait_for(self, transfers: Iterable[Pending]) -> None:
+        """Wait for transfers. If one fails, this rank is still waiting."""
+        begin = perf_counter()
+        self.waiting = True
+        for transfer in transfers:
+            transfer.wait()
+        self.waiting = False
+        self.waited += perf_counter() - begin
+
+    @contextmanager
+    def count_wait(self) -> Iterator[None]:
+        """Around a wait for other ranks that is not one for transfers of a step."""
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += perf_counter() - begin
 
 
 class Channel(Protocol):

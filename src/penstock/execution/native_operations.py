@@ -82,9 +82,7 @@ class NativeOperations:
         def release(step: Step) -> None:
             for key in keys:
                 for transfer, tensor, version in step.sends_in_flight.pop(key, ()):
-                    progress.waiting = True
-                    transfer.wait()
-                    progress.waiting = False
+                    progress.wait_for((transfer,))
                     check_unchanged(tensor, version)
 
         return release

@@ -43,6 +43,7 @@ from penstock.runtime.setup_checks import (
 from penstock.runtime.shared_losses import broadcast_losses
 from penstock.runtime.split_keywords import SplitKeywords
 from penstock.runtime.splits import collect_parts
+from penstock.runtime.statistics import StepCounter
 from penstock.runtime.switching import agree, fit_schedule
 from penstock.runtime.ties import Ties, describe_options
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
@@ -122,6 +123,7 @@ class Engine:
         judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
         batch_loss: the loss of the last batch, where its losses are.
         split: what the stages are from, if they are from a split.
+        counter: counts training steps, and how long they wait.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Engine:
         self.custom_functions: dict[ComputationType, CustomFunction] = {}
         self.recording: Recording | None = None
         self.judges_loss = True
+        self.counter = StepCounter()
         self.batch_loss: torch.Tensor | None = None
         self._shares: Sequence[float] = ()
         self._shapes = shapes

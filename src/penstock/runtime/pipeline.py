@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.losses import Weight
     from penstock.runtime.splits import GivenStages, Split, Wrapper
+    from penstock.runtime.statistics import Statistics
     from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
 
@@ -223,6 +224,15 @@ class Pipeline:
         """
         return self._engine.batch_loss
 
+    @property
+    def statistics(self) -> Statistics:
+        """How this rank has spent its time in training steps so far; ``.bubble`` is the part of it that it waited.
+
+        Only waits in which this process blocks count. Transfers of an accelerator are waited for on the device, so
+        there ``recording`` shows what this does not. See docs/training.md for the bubble of an interval.
+        """
+        return self._engine.counter.total
+
     def step(
         self,
         *args: Any,
@@ -250,7 +260,8 @@ class Pipeline:
         """
         engine = self._engine
         engine.begin_call("step()")
-        with engine.failures, torch.enable_grad(), engine.step_scope(training=True):
+        counted = engine.counter.count(engine.transport.progress, steps=1)
+        with counted, engine.failures, torch.enable_grad(), engine.step_scope(training=True):
             self._check_keywords("step()", kwargs)
             target = engine.find_target(target, kwargs)
             training = engine.prepare_training(args, kwargs, target, keep_outputs=return_outputs, share=share)
@@ -319,15 +330,16 @@ class Pipeline:
         """
         engine = self._engine
         engine.begin_call("clip_grad_norm_()")
-        return clip_grad_norm_(
-            engine.stages,
-            engine.transport,
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-            uncounted=engine.ties.uncounted,
-            unscaled=engine.ties.borrowed,
-        )
+        with engine.counter.count(engine.transport.progress):
+            return clip_grad_norm_(
+                engine.stages,
+                engine.transport,
+                max_norm,
+                norm_type,
+                error_if_nonfinite=error_if_nonfinite,
+                uncounted=engine.ties.uncounted,
+                unscaled=engine.ties.borrowed,
+            )
 
     def use(self, schedule: Schedule) -> None:
         """Switch to another schedule between two steps. All ranks call it with the same one, as they call ``step``.

@@ -97,11 +97,8 @@ class HeaderedLink(RemoteLink):
 
         def take(step: Step) -> Taken:
             coming: Any = step.receiving.pop(key)
-            progress.waiting = True
             meta, buffers, pending = self._announced(coming[0], coming[1], tag) if tagged else coming
-            for transfer in pending:
-                transfer.wait()
-            progress.waiting = False
+            progress.wait_for(pending)
             value = self._with_samples(step, microbatch, meta.unflatten(buffers))
             if isinstance(value, str) and value == ABSENT:
                 return None
@@ -129,12 +126,13 @@ class HeaderedLink(RemoteLink):
 
     def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[ValueSpec, Tensors, Sequence[Any]]:
         """Read a header, and receive what it announces."""
-        transfer.wait()
+        progress = self._channel.progress
+        progress.wait_for((transfer,))
         try:
             meta = read_header(header)
             if isinstance(meta, int):
                 overflow = torch.empty(meta, dtype=torch.uint8, device=self._device)
-                self._channel.receive(overflow, self._peer, tag).wait()
+                progress.wait_for((self._channel.receive(overflow, self._peer, tag),))
                 meta = read_header(header, overflow)
         except MetadataError as error:
             message = f"could not decode the header that {self._sender} sent to {self._receiver}: {error}"

@@ -74,10 +74,7 @@ class NegotiatedLink(RemoteLink):
 
         def take(step: Step) -> Taken:
             buffers, pending = step.receiving.pop(key)
-            progress.waiting = True
-            for transfer in pending:
-                transfer.wait()
-            progress.waiting = False
+            progress.wait_for(pending)
             inputs = [buffer.requires_grad_() for buffer, needed in zip(buffers, needs, strict=True) if needed]
             watched = guard(meta, buffers, route, modifiable=modifiable)
             return route.as_arguments(meta.unflatten(buffers)), inputs, watched

@@ -63,10 +63,7 @@ class RemoteLink:
         def take(step: Step) -> Tensors:
             buffers: Tensors
             buffers, pending = step.receiving_gradients.pop(key)
-            progress.waiting = True
-            for transfer in pending:
-                transfer.wait()
-            progress.waiting = False
+            progress.wait_for(pending)
             return buffers
 
         return take

@@ -53,9 +53,7 @@ class SingleTensorLink(NegotiatedLink):
 
         def take(step: Step) -> Taken:
             buffer, transfer = step.receiving.pop(key)
-            progress.waiting = True
-            transfer.wait()
-            progress.waiting = False
+            progress.wait_for((transfer,))
             inputs = (buffer.requires_grad_(),)
             return inputs, inputs, None
 
@@ -79,9 +77,7 @@ class SingleTensorLink(NegotiatedLink):
 
         def take(step: Step) -> Tensors:
             buffer, transfer = step.receiving_gradients.pop(key)
-            progress.waiting = True
-            transfer.wait()
-            progress.waiting = False
+            progress.wait_for((transfer,))
             return (buffer,)
 
         return take

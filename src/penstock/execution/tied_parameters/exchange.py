@@ -95,8 +95,9 @@ def _wait(exchange: Exchange, pending: Sequence[tuple[int, Pending]]) -> None:
     progress.labels = progress.waits = [_LABEL] * len(pending)
     progress.peers = [peer for peer, _ in pending]
     progress.waiting = True
-    for progress.index, (_, one) in enumerate(pending):
-        one.wait()
+    with progress.count_wait():
+        for progress.index, (_, one) in enumerate(pending):
+            one.wait()
     progress.index, progress.waiting = -1, False
 
 

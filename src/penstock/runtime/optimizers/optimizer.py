@@ -103,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
             raise RunError("step() takes no closure; call pipe.step(...) first, and then step()")
         engine = self._engine
         engine.begin_call("optimizer.step()")
-        with engine.failures:
+        with engine.counter.count(engine.transport.progress), engine.failures:
             if self._policy.needs_norm and engine.stages:
                 self._verdict = self._judge()
                 self._apply(self._verdict)

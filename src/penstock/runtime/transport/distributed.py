@@ -115,7 +115,7 @@ class DistributedTransport:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
-        with self._store_errors():
+        with self._store_errors(), self.progress.count_wait():
             return self._mailbox.exchange(data, self._check_wait)
 
     def announce(self, topic: str, data: bytes, members: Sequence[int]) -> Announced:
@@ -130,7 +130,7 @@ class DistributedTransport:
 
     def receive_bytes(self, peer: int) -> bytes:
         """Wait for the next bytes from a peer."""
-        with self._store_errors():
+        with self._store_errors(), self.progress.count_wait():
             return self._mailbox.receive_bytes(peer, self._check_wait)
 
     def fail(self, failure: Failure) -> Failure:
@@ -277,7 +277,7 @@ class Announced:
 
     def collect(self) -> list[bytes]:
         """Wait for what all members announce; returns it in their order."""
-        with self._transport._store_errors():
+        with self._transport._store_errors(), self._transport.progress.count_wait():
             return self._messages.collect()
 
 

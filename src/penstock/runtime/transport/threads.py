@@ -57,7 +57,8 @@ class ThreadTransport:
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Share a few bytes with all ranks; returns those of every rank, in order. All ranks call it."""
-        return self._switchboard.exchange(self.rank, data, self._place)
+        with self.progress.count_wait():
+            return self._switchboard.exchange(self.rank, data, self._place)
 
     def announce(self, topic: str, data: bytes, members: Sequence[int]) -> _Announced:
         """Announce a few bytes to some ranks, this one among them, without waiting. All of them call it."""
@@ -71,7 +72,8 @@ class ThreadTransport:
     def receive_bytes(self, peer: int) -> bytes:
         """Wait for the next bytes from a peer."""
         self._check_peer(peer)
-        return self._switchboard.receive_bytes(self.rank, peer, self._place)
+        with self.progress.count_wait():
+            return self._switchboard.receive_bytes(self.rank, peer, self._place)
 
     def fail(self, failure: Failure) -> Failure:
         """Report a failure to every rank and end all waits; returns the one that was reported first."""
@@ -137,10 +139,11 @@ class _Announced:
     def collect(self) -> list[bytes]:
         """Wait for what all members announce; returns it in their order."""
         transport = self._transport
-        return [
-            transport._switchboard.await_announced(transport.rank, member, self._announced, transport._place)
-            for member in self._members
-        ]
+        with transport.progress.count_wait():
+            return [
+                transport._switchboard.await_announced(transport.rank, member, self._announced, transport._place)
+                for member in self._members
+            ]
 
 
 def thread_transports(ranks: int, model: CommModel | None = None) -> list[ThreadTransport]:
