@@ -13,7 +13,7 @@ from penstock.schedules.registry import build
 from penstock.simulation.costs import Costs
 from penstock.simulation.idle import CAUSES
 from penstock.simulation.simulate import simulate
-from penstock.view.page import page_of, write_page
+from penstock.view.page import Page, write_page
 from penstock.view.palette import STYLES
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \u2028 ü"
@@ -403,7 +403,7 @@ def test_no_script_runs_but_ours(show):
 
 
 def test_the_facts_cannot_end_their_element():
-    text = page_of([one_f_one_b()], titles=[HOSTILE], memory_limit=None)
+    text = Page.of([one_f_one_b()], titles=[HOSTILE]).text
     facts = text.partition('type="application/json">')[2].partition("</script>")[0]
     assert not set("<>&\u2028") & set(facts)
     assert json.loads(facts)["timelines"][0]["title"] == HOSTILE
@@ -438,7 +438,7 @@ def test_every_cause_of_idle_time_is_hatched_its_own_way(show, dark):
 
 
 def test_every_cause_has_a_colour_in_both_themes():
-    text = page_of([one_f_one_b()], titles=None, memory_limit=None)
+    text = Page.of([one_f_one_b()]).text
     for cause in CAUSES:
         assert text.count(f"--wait-{cause}: #") == 2, cause
 
