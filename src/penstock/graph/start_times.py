@@ -59,6 +59,22 @@ def start_times(order: Order, duration: Floats, delay: Floats, release: Floats) 
     return start, critical
 
 
+def critical_edges(order: Order, start: Floats, duration: Floats, delay: Floats, release: Floats) -> Ints:
+    """Return the critical edge of each node, given when all of them start: of a measured run, or one that is read.
+
+    The same edges as those of ``start_times`` if the nodes start as soon as they can. O(n log n).
+    """
+    target = np.repeat(order.nodes, np.diff(order.first))
+    when = start[order.source] + duration[order.source] + delay[order.edge]
+    ranked = np.lexsort((-order.edge.astype(np.int64), when, target))
+    target, edge, when = target[ranked], order.edge[ranked], when[ranked]
+    last = np.flatnonzero(np.append(target[1:] != target[:-1], True)) if len(target) else np.empty(0, np.int64)
+    last = last[(when[last] >= release[target[last]]) & (when[last] > -np.inf)]
+    critical = np.full(len(start), NOTHING, np.int32)
+    critical[target[last]] = edge[last]
+    return critical
+
+
 def _sort(nodes: int, source: Ints, target: Ints) -> tuple[int, Ints, Ints, Ints, Ints]:  # noqa: C901 - compiled
     edges = len(source)
     after_first = np.zeros(nodes + 1, np.int32)

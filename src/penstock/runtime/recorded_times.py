@@ -51,12 +51,14 @@ class TimedAction(NamedTuple):
         begin: when it began, in seconds from the start of the step.
         end: when it ended.
         waited: how many of these seconds it waited for transfers.
+        start: when its last wait had ended, or when it began.
     """
 
     action: Action
     begin: float
     end: float
     waited: float
+    start: float
 
     @property
     def own(self) -> float:

@@ -1,7 +1,7 @@
 """Measures steps: how long every action takes, and how each rank spends its time.
 
-The measurements become ``Costs``, with which any schedule of these stages can be simulated, and the same figures that
-a simulation predicts, so that the two can be compared.
+The measurements become ``Costs``, with which any schedule of these stages can be simulated, and a timeline and figures
+like those that a simulation predicts, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 
 from penstock.errors import RunError
 from penstock.execution.stage import device_of
-from penstock.ir.actions import OVERLAP_F_B
+from penstock.ir.actions import OVERLAP_F_B, Action
+from penstock.runtime.clocks import Alignment, ClockReading, read_clocks
 from penstock.runtime.custom_functions import Custom
 from penstock.runtime.link_probe import SMALL, probe_links
 from penstock.runtime.recorded_times import FIELDS, TimedAction, busy_time, mean_times
@@ -25,6 +26,7 @@ from penstock.runtime.sent_messages import SentMessages
 from penstock.runtime.timed_transport import TimedTransport
 from penstock.runtime.transfer_costs import edge_costs, find_delays, message_sizes, ranks_of
 from penstock.simulation.costs import Costs
+from penstock.simulation.measured import ActionTimes, measured_timeline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,11 +35,11 @@ if TYPE_CHECKING:
     from penstock.execution.channel import Pending, Progress
     from penstock.execution.native_operations import NativeOperations
     from penstock.execution.step import Operation, Step
-    from penstock.ir.actions import Action
     from penstock.ir.schedule import Schedule
     from penstock.runtime.engine import Engine, Runnable
     from penstock.runtime.program_cache import ProgramCache
     from penstock.runtime.transport.protocol import Transport
+    from penstock.simulation.timeline import Timeline
 
 #: In how many steps, at most, messages are compared between ranks.
 _MOST_STEPS: Final = 32
@@ -76,9 +78,15 @@ class Recording:
         self._transfers: dict[str, Any] = {}
         #: For each action of each step, how long the rank took to get to it.
         self._starts: list[list[float]] = []
+        #: When each step began, and with which schedule.
+        self._beginnings: list[tuple[float, Schedule]] = []
+        self._clock: ClockReading | None = None
+        #: Of the step of median length: its schedule, the times of all ranks, and the error of their clocks.
+        self._typical: tuple[Schedule, list[list[ActionTimes]], float] | None = None
         self._begun = 0.0
         self._ended = 0.0
         self._waited = 0.0
+        self._ready = 0.0
         #: Whether to record the next action: a step is running, and it is not part of another action.
         self._open = False
         devices = {stage.device for stage in engine.stages.values() if stage.device.type != "cpu"}
@@ -106,7 +114,7 @@ class Recording:
         in these steps; links that messages share.
         """
         if not self._times:
-            raise RunError("no step was recorded; call pipe.step() inside the with block, and read the costs after it")
+            raise _nothing_recorded("costs")
         given = {field: self._per_stage(field) for field in FIELDS.values() if self._times.get(field)}
         whole, inputs = given.get("backward"), given.get("backward_input")
         if inputs is None:
@@ -118,6 +126,21 @@ class Recording:
                 for stage in range(self._stages)
             ]
         return Costs.from_dict({**given, **self._transfers})
+
+    def timeline(self) -> Timeline:
+        """What happened, and when: the timeline of the step of median length, in seconds, with all ranks on one clock.
+
+        It is of the same type as a predicted one: draw it, write it, and ask why a rank was idle. Between two actions a
+        rank posts transfers and starts the next action: that is idle time with the cause *dispatch*, which the costs
+        count as part of an action. ``timeline.measured.clock_error`` is how far the clocks of ranks may be apart.
+
+        Not measured: memory, which is that of the costs; the optimizer; when a message arrived that no rank waited for.
+        An OVERLAP_F_B is busy from its first part to its last one, even if it waits between them.
+        """
+        if self._typical is None:
+            raise _nothing_recorded("timeline")
+        schedule, ranks, error = self._typical
+        return measured_timeline(schedule, ranks, self.costs(), clock_error=error)
 
     # While recording ------------------------------------------------------------------------------------------------
 
@@ -154,13 +177,17 @@ class Recording:
 
     def run(self, program: Runnable, step: Step, progress: Progress) -> None:
         """Run a program, and record its actions as one step."""
-        self._engine.transport.exchange(b"")
+        transport = self._engine.transport
+        if self._clock is None:
+            self._clock = read_clocks(transport, lambda: time.perf_counter())
+        transport.exchange(b"")
         self.steps.append([])
         self._starts.append([])
         self._open = True
         try:
             with self._messages.step():
                 self._begun = self._ended = time.perf_counter()
+                self._beginnings.append((self._begun, self._engine.schedule))
                 self._waited = 0.0
                 program.run(step, progress)
         finally:
@@ -179,14 +206,15 @@ class Recording:
                 return
             begin = time.perf_counter()
             start = begin - self._ended - self._waited
-            self._open, self._waited = False, 0.0
+            self._open, self._waited, self._ready = False, 0.0, begin
             try:
                 operation(step)
                 self.synchronize()
             finally:
                 self._open = True
             self._ended = end = time.perf_counter()
-            self.steps[-1].append(TimedAction(action, begin - self._begun, end - self._begun, self._waited))
+            times = (begin - self._begun, end - self._begun, self._waited, self._ready - self._begun)
+            self.steps[-1].append(TimedAction(action, *times))
             self._starts[-1].append(start)
             self._waited = 0.0
 
@@ -204,7 +232,7 @@ class Recording:
             self.synchronize()
             return done
         finally:
-            end = time.perf_counter()
+            self._ready = end = time.perf_counter()
             self._waited += end - begin
             if tag is not None:
                 self._messages.note_awaited(tag, begin, end)
@@ -238,6 +266,22 @@ class Recording:
                 self._times[field][stage] = taken
         sizes = message_sizes(self._engine.schedule, self.bytes_between, self._messages.steps[typical].tags // 2)
         self._transfers = self._transfer_costs(sizes, [rank["messages"] for rank in ranks])
+        self._share_times(typical)
+
+    def _share_times(self, typical: int) -> None:
+        """Exchange the times of all actions of a step, on the clock of rank 0."""
+        assert self._clock is not None
+        transport = self._engine.transport
+        clocks = Alignment(self._clock, read_clocks(transport, lambda: time.perf_counter()))
+        begun, schedule = self._beginnings[typical]
+        mine = [
+            (str(timed.action), *(clocks.convert(begun + time) for time in (timed.begin, timed.start, timed.end)))
+            for timed in self.steps[typical]
+        ]
+        ranks = [json.loads(data) for data in transport.exchange(json.dumps((clocks.error, mine)).encode())]
+        times = [[ActionTimes(Action.from_str(text), *times) for text, *times in actions] for _, actions in ranks]
+        errors = sorted(error for error, _ in ranks)
+        self._typical = schedule, times, sum(errors[-2:])  # two ranks may be wrong in opposite directions
 
     def _transfer_costs(self, sizes: Mapping[tuple[int, int], tuple[int, int]], ranks: Sequence[Any]) -> dict[str, Any]:
         """Find what transfers cost, given when every rank has sent and awaited messages. All ranks call it."""
@@ -267,6 +311,10 @@ class Recording:
 
     def _per_stage(self, field: str) -> list[float]:
         return [max(0.0, self._times[field].get(stage, 0.0)) for stage in range(self._stages)]
+
+
+def _nothing_recorded(what: str) -> RunError:
+    return RunError(f"no step was recorded; call pipe.step() inside the with block, and read the {what} after it")
 
 
 class _TimedOperations(Custom):

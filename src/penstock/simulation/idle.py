@@ -5,6 +5,9 @@ have been dispatched (*dispatch*); until another rank has produced what the acti
 and has got to sending it (*unsent*); until the lane of the transfer is free (*lane*); while the transfer is in flight
 (*transfer*). From the moment at which something later in its own order could run, that order keeps it idle (*order*).
 After its last action it is *drained*.
+
+In a measured run, all that a rank does between two actions, beside waiting, is *dispatch*: it posts transfers, and
+starts the action.
 """
 
 from __future__ import annotations
@@ -122,6 +125,7 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
     ready, could_run = _soonest_later(timeline, late)
     ordered = np.clip(ready, moments.started, moments.end)
     makers = _makers_of(timeline, timeline.critical[runs[late]])
+    afterwards = "lane" if timeline.measured is None else "dispatch"
     for number, cell in enumerate(runs[late].tolist()):
         rank, before = int(graph.rank[cell]), timeline.spans[cell].action
         maker = int(makers[number])
@@ -129,7 +133,7 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
         word = "activation" if maker != NONE and graph.is_forward[timeline.critical[cell]] else "gradient"
         bounds = [float(moment[number]) - origin for moment in moments]
         until = float(ordered[number]) - origin
-        causes = ("step", "dispatch", word, "unsent", "lane", "transfer", "lane")
+        causes = ("step", "dispatch", word, "unsent", "lane", "transfer", afterwards)
         for cause, (begin, end) in zip(causes, pairwise(bounds), strict=True):
             if min(end, until) - begin > slack:
                 yield Idle(rank, begin, min(end, until), cause, before, action, source)
@@ -157,6 +161,9 @@ def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
         posted[received] = _posted(timeline)[sent]
         sets_out[received], arrives[received] = timeline.node_start[node], node_end[node]
     stepped, started = _may_begin(timeline, cells)
+    if timeline.measured is not None:
+        has_waited = (reasons == DATA) | (reasons == USE)
+        started = np.where(has_waited, timeline.measured.reached[cells], end)
     moments = [previous]
     for moment in (stepped, started, made, posted, sets_out, arrives):
         moments.append(np.clip(moment, moments[-1], end))

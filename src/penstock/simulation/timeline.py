@@ -1,4 +1,4 @@
-"""Defines ``Timeline``, the result of a simulation: what happens when."""
+"""Defines ``Timeline``, the result of a simulation or of a measurement: what happens when."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.ir.actions import Action
     from penstock.ir.schedule import Schedule
     from penstock.simulation.costs import Costs
+    from penstock.simulation.measured import Measured
     from penstock.simulation.step_graph import StepGraph
 
     Ints = NDArray[np.signedinteger[Any]]
@@ -69,6 +70,7 @@ class Timeline:
         node_start: when every node of the graph starts.
         node_duration: how long each node takes.
         critical: for every node, the edge of the graph that it waited for longest.
+        measured: what is known of a run that was measured; None if it was simulated.
     """
 
     schedule: Schedule
@@ -77,9 +79,11 @@ class Timeline:
     node_start: Floats
     node_duration: Floats
     critical: Ints
+    measured: Measured | None = None
 
     def __repr__(self) -> str:
-        return f"<Timeline: {self.schedule.summary}, makespan {self.makespan:g}>"
+        makespan = f"makespan {self.makespan:g}" if self.measured is None else f"measured: {self.makespan:g} s"
+        return f"<Timeline: {self.schedule.summary}, {makespan}>"
 
     @cached_property
     def start(self) -> Floats:

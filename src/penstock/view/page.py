@@ -120,7 +120,8 @@ def policy_of(*, scripts: Iterable[str], styles: Iterable[str]) -> str:
 
 
 def _title(timeline: Timeline) -> str:
-    return str(timeline.schedule.metadata.get("name") or "schedule")
+    name = str(timeline.schedule.metadata.get("name") or "schedule")
+    return name if timeline.measured is None else f"{name}, measured"
 
 
 def read_asset(name: str) -> str:

@@ -39,18 +39,20 @@ _LONGEST: Final = 2**53  # nanoseconds, which readers hold as a float
 _ROUTE: Final = {transfer.send: transfer for transfer in TRANSFERS}
 
 
-def write_trace(timeline: Timeline, path: Path, *, unit: float = MILLISECOND) -> None:
+def write_trace(timeline: Timeline, path: Path, *, unit: float | None = None) -> None:
     """Write a trace, completely or not at all.
 
     Args:
         timeline: the timeline.
         path: the file, ``*.json``.
-        unit: the number of seconds in a unit of time of the costs; by default a unit is a millisecond. A trace has a
-            resolution of nanoseconds.
+        unit: the number of seconds in a unit of time of the costs; by default a unit is a millisecond, and for a
+            measured timeline a second. A trace has a resolution of nanoseconds.
 
     Raises:
         WriteError: the file cannot be written, or the times are too long or too short for a trace.
     """
+    if unit is None:
+        unit = MILLISECOND if timeline.measured is None else 1.0
     trace = Trace(timeline, unit)
     facts = {"schedule": timeline.schedule.summary, "seconds per unit of time": unit, "costs": timeline.costs.to_dict()}
     with atomic_file(path) as file:
