@@ -267,3 +267,48 @@ def test_a_pipeline_of_a_callable_trains_like_the_whole_model():
     assert len(first) == len(second) == 4
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close((first | second)[name], parameter.grad)
+
+
+# Stages and what was materialized
+
+
+def weight(stages, stage):
+    return stages[stage].get_parameter(f"layers.{2 * stage}.weight")
+
+
+@pytest.mark.parametrize("model", [Layers, Layers()], ids=["callable", "real"])
+def test_stages_are_made_of_what_was_materialized(model):
+    split, ranks = ps.split(model, stages=2, example=EXAMPLE), Placement((0, 1), 2)
+    both = split.materialize(init="per_name", seed=3)
+    assert weight(split.stages(1, ranks), 1) is weight(both, 1) is weight(split.stages(), 1)
+    own = split.materialize(0, ranks, init="per_name", seed=4)
+    assert weight(split.stages(0, ranks), 0) is weight(own, 0)
+    for stages in (lambda: split.stages(1, ranks), split.stages):
+        with pytest.raises(SplitError, match=r"no call of materialize made stages (0, )?1 together; .*for 0\. Pass"):
+            stages()
+    last = split.materialize(1, ranks, init="per_name", seed=4)
+    assert weight(split.stages(1, ranks), 1) is weight(last, 1)
+    with pytest.raises(SplitError, match=r"made stages 0, 1 together; there were calls for 0 and for 1\."):
+        split.stages()
+
+
+def test_what_stages_are_made_of_does_not_change_before_they_are_materialized():
+    split, ranks = ps.split(Layers, stages=2, example=EXAMPLE), Placement((0, 1), 2)
+    before = split.stages(0, ranks) | split.stages(1, ranks)
+    assert weight(split.stages(0, ranks), 0) is weight(before, 0)
+    assert torch.equal(weight(split.stages(), 1), weight(before, 1))
+    split.materialize(0, ranks, seed=3)
+    with pytest.raises(SplitError, match="made stages 1 together"):
+        split.stages(1, ranks)
+
+
+def test_each_rank_says_what_its_own_stages_come_from():
+    split, schedule = ps.split(Layers, stages=2, example=EXAMPLE), ps.build("1F1B", ranks=2, microbatches=1)
+    for rank in range(2):
+        split.materialize(rank, schedule.placement, seed=rank)
+
+    def build(transport):
+        Pipeline(split, schedule, loss_fn=nn.functional.mse_loss, transport=transport).close()
+
+    with pytest.warns(UserWarning, match=r"\(exact, seed 0; exact, seed 1\)"):
+        run_in_threads(build, 2)

@@ -22,6 +22,7 @@ from penstock.models.holdings import declared_ties, find_holdings, group_names, 
 from penstock.models.inputs import Example, checked_example, example_for
 from penstock.models.layout import checked_names, shorten
 from penstock.models.loss import ModelLoss, model_loss
+from penstock.models.made_parts import MadeParts, Part
 from penstock.models.materialize import checked_seed
 from penstock.models.measure_loss import measure_loss
 from penstock.models.model_source import ModelSource, examination, is_on_meta
@@ -126,7 +127,7 @@ class Split:
         self.configuration = configuration
         self._units = units
         self._source = source or ModelSource(model)
-        self._parts: dict[tuple[int, ...], nn.Module] = {}
+        self._made = MadeParts()
         self._origin = identify_values(model)
 
     @property
@@ -150,14 +151,6 @@ class Split:
         return self.description.digest
 
     @property
-    def origin(self) -> str:
-        """What identifies the model that was split: its values at that time, or what they are drawn from.
-
-        It is empty if that is not known here: parameters were loaded, or are made by a function of yours.
-        """
-        return self._origin
-
-    @property
     def loss(self) -> ModelLoss | None:
         """The loss as the model computes it, if it is known how."""
         return model_loss(self.description.loss)
@@ -173,14 +166,26 @@ class Split:
             placement: which stages are on the rank, as in ``schedule.placement``.
         """
         wanted = self._stages_of(rank, placement)
-        if wanted in self._parts or not is_on_meta(self.model):
-            return self._make(wanted, self._parts.get(wanted, self.model))
-        if not self._source.is_callable:
-            raise SplitError(
-                "the model is on the meta device; give its parameters values first: split.materialize(rank, "
-                "placement=schedule.placement, init='per_name'), or state_dict="
-            )
-        return self.materialize(rank, placement, seed=self._source.state)
+        part = self._made.find(wanted)
+        if part is None and is_on_meta(self.model):
+            part = self._make_as_built(wanted)
+            self._made.put(wanted, part)
+        return self._make(wanted, self.model if part is None else part.model)
+
+    def stage_alone(self, stage: int) -> nn.Module:
+        """Make the module of one stage to measure it: parameters that are made real for it are not kept."""
+        part = self._made.get((stage,))
+        if part is None and is_on_meta(self.model):
+            part = self._make_as_built((stage,))
+        return self._make((stage,), self.model if part is None else part.model)[stage]
+
+    def origin_of(self, stages: Iterable[int]) -> str:
+        """Identify the model that stages are parts of: its values when it was split, or what they are drawn from.
+
+        It is empty if that is not known here: parameters were loaded, or are made by a function of yours.
+        """
+        part = self._made.find(stages)
+        return self._origin if part is None else part.origin
 
     def materialize(
         self,
@@ -215,13 +220,26 @@ class Split:
         ['2.weight', '2.bias']
         """
         wanted, seed = self._stages_of(rank, placement), checked_seed(seed, init)
+        origin = identify_seed(init, seed) if isinstance(init, str) and state_dict is None else ""
+        model = self._part_of(wanted, init=init, seed=seed, state_dict=state_dict, device=device)
+        self._made.put(wanted, Part(model, origin, is_chosen=True))
+        return self._make(wanted, model)
+
+    def _make_as_built(self, stages: tuple[int, ...]) -> Part:
+        """Make the part that the function would have built at the time of the split."""
+        if not self._source.is_callable:
+            raise SplitError(
+                "the model is on the meta device; give its parameters values first: split.materialize(rank, "
+                "placement=schedule.placement, init='per_name'), or state_dict="
+            )
+        state = self._source.state
+        return Part(self._part_of(stages, seed=state), identify_seed("exact", state), is_chosen=False)
+
+    def _part_of(self, stages: Iterable[int], **options: Any) -> nn.Module:
         groups = [{*names} for names in self.description.shared]
-        names = part_names(self.model, self._units, [self.description.held[stage] for stage in wanted], groups)
-        part = self._source.part(names, init=init, seed=seed, state_dict=state_dict, device=device)
-        part = copy_tree(part, declared_ties(part, self.description.shared))
-        self._parts[wanted] = part
-        self._origin = identify_seed(init, seed) if isinstance(init, str) and state_dict is None else ""
-        return self._make(wanted, part)
+        names = part_names(self.model, self._units, [self.description.held[stage] for stage in stages], groups)
+        part = self._source.part(names, **options)
+        return copy_tree(part, declared_ties(part, self.description.shared))
 
     def _stages_of(self, rank: int | None, placement: object) -> tuple[int, ...]:
         if rank is None:

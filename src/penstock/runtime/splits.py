@@ -81,6 +81,9 @@ class Split(Protocol):
     def stages(self, rank: int, placement: Placement) -> Mapping[int, torch.nn.Module]:
         """The stages of a rank, by index."""
 
+    def origin_of(self, stages: Iterable[int]) -> str:
+        """What identifies the model that stages are parts of; empty if it is not known."""
+
     def rename_for_files(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Some of the model's tensors under the names that they have in files."""
 
@@ -144,9 +147,9 @@ def collect_parts(
             f"{schedule.stages} stages"
         )
     schedule = add_edges(schedule, given.edges, "the split")
-    loss = given.loss
+    loss, own = given.loss, given.stages(rank=rank, placement=schedule.placement)
     parts = Parts(
-        _wrapped(given.stages(rank=rank, placement=schedule.placement), wrap),
+        _wrapped(own, wrap),
         schedule,
         (*given.ties, *ties),
         loss_fn,
@@ -154,7 +157,7 @@ def collect_parts(
         loss_weight,
         None if loss is None else loss.target,
         given.digest,
-        getattr(given, "origin", ""),
+        given.origin_of(own),
         split=given,
     )
     if loss is None or loss_fn is not None:

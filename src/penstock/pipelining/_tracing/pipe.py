@@ -87,7 +87,6 @@ class Pipe(torch.nn.Module):
         num_stages: how many there are.
         has_loss_and_backward: whether the graph computes the backward, too.
         loss_spec: which output is the loss.
-        origin: what identifies the values of the model.
         replicated_params: for each parameter that several stages use, its name in each of them. Every stage has a copy.
     """
 
@@ -103,7 +102,7 @@ class Pipe(torch.nn.Module):
         self.has_loss_and_backward = has_loss_and_backward
         self.loss_spec = loss_spec
         self.replicated_params = _replicate(split_gm)
-        self.origin = identify_values(split_gm)
+        self._origin = identify_values(split_gm)
         split_gm.forward = _refuse_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +233,10 @@ class Pipe(torch.nn.Module):
         """A checksum of what the stages compute, the same on all ranks that have traced the same model."""
         codes = [self._graph_module(index).code for index in range(self.num_stages)]
         return hashlib.sha256("\n".join([*codes, str(self.edges)]).encode()).hexdigest()
+
+    def origin_of(self, stages: Iterable[int]) -> str:  # noqa: ARG002 - all stages are of one model
+        """Identify the values that the model had when it was traced."""
+        return self._origin
 
     def stages(self, rank: int, placement: Placement) -> dict[int, torch.nn.Module]:
         """The stages of a rank for ``Pipeline``: they share all tensors with those of ``get_stage_module``."""

@@ -13,7 +13,6 @@ from penstock.errors import RunError
 from penstock.execution.preserved_state import copy_as_leaves
 from penstock.execution.trees import map_tensors
 from penstock.ir.numbers import whole_number
-from penstock.ir.placement import Placement
 from penstock.models.inputs import checked_example
 from penstock.models.split import Split, split
 from penstock.runtime.link_probe import SMALL, probe_links
@@ -119,7 +118,6 @@ class _Stages:
         self.static: list[float] = []
         self.edges: dict[int, tuple[int, int]] = {}
         self._split = stages
-        self._alone = Placement(tuple(range(len(stages.layout))), len(stages.layout))
         self._given = args
         self._kwargs = kwargs
         self._values: dict[int, Any] = {}
@@ -128,7 +126,7 @@ class _Stages:
         self, stage: int, loss: Callable[[Any], torch.Tensor] | None, repeats: int, optimizer_state: float
     ) -> None:
         """Measure the next stage."""
-        module = self._split.stages(rank=stage, placement=self._alone)[stage]
+        module = self._split.stage_alone(stage)
         edges = self._split.edges
         entering = [number for number, edge in enumerate(edges) if stage in edge.targets]
         received = [self._values[number] for number in entering]
