@@ -26,6 +26,7 @@
         ├── MetadataError          tensors on an edge that differ from the agreed ones, or metadata that is damaged
         ├── TransportError         an edge that could not be set up, a connection that was lost
         ├── CheckpointError        a checkpoint that cannot be saved, found or read, or is of another model
+        ├── GenerationError        a model that cannot generate tokens, or prompts and options that do not fit
         └── StepError              an action that failed or hangs on some rank; raised on every rank
 
 Each error carries the facts as attributes and renders them in ``str(error)``.
@@ -316,6 +317,10 @@ class CheckpointError(RunError):
         super().__init__(message)
         self.path = path
         self.rank = rank
+
+
+class GenerationError(RunError):
+    """A model cannot generate tokens, or the prompts and options do not fit; every rank raises this error."""
 
 
 class StepError(RunError):

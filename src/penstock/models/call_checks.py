@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import SplitError
 from penstock.models.edges import leaf_of, name_of
+from penstock.models.generation import stage_cache
 from penstock.models.inputs import free_keywords
 from penstock.models.record import INPUT, OUTPUT, Leaf, Source
 from penstock.models.values import actual_shape, actual_size, describe_shape, find_mismatch, leaves_by_path, tensors_of
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _HARMLESS: Final = frozenset({"return_dict"})
 #: What may be switched off in a call, whatever the configuration says: less is returned.
 _EXTRAS: Final = ("output_", "use_cache")
+#: What a stage may be called with beside a cache of its own: it saves work, and only the head sees it.
+_WITH_CACHE: Final = frozenset({stage_cache.CACHE, "use_cache", "logits_to_keep"})
 _AGAIN: Final = "split the model again with example=(args, kwargs) like this call"
 _AS_KEYWORD: Final = "pass it by keyword, in the example as well, so that every stage gets it"
 
@@ -79,12 +82,13 @@ class CallChecks:
 
     def check(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes:
         """Refuse arguments that are not like those of the example; return the shapes of positional inputs, if known."""
+        ignored = self._ignored | _WITH_CACHE if stage_cache.is_given(kwargs) else self._ignored
         for name, value in kwargs.items():
-            if name not in self._ignored and not (value is False and name.startswith(_EXTRAS)):
+            if name not in ignored and not (value is False and name.startswith(_EXTRAS)):
                 self._check_keyword(name, value)
         shapes = {} if self._plan.stage else self._check_positional(args)
         for name, expected in self._expected.items():
-            if name in kwargs or name in self._ignored:
+            if name in kwargs or name in ignored:
                 continue
             has_tensor = any(leaf.kind == "tensor" for leaf in expected.values())
             if not (has_tensor and name in self._may_be_missing):

@@ -18,6 +18,7 @@ from penstock.models.describe import describe
 from penstock.models.description import Description
 from penstock.models.edges import Flow, find_flow
 from penstock.models.examine import examine
+from penstock.models.generation.generator import Generator
 from penstock.models.holdings import declared_ties, find_holdings, group_names, part_names
 from penstock.models.inputs import Example, checked_example, example_for
 from penstock.models.layout import checked_names, shorten
@@ -280,6 +281,10 @@ class Split:
                     return
                 self.model.eval()
             check.run()
+
+    def generator(self) -> Generator:
+        """Say how the stages generate tokens; raises ``SplitError`` if they cannot."""
+        return Generator.of(self)
 
     def rename_for_files(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return some of the model's tensors under the names that files of its family have, if it has a family."""

@@ -121,6 +121,7 @@ class Engine:
         failures: the scope around each call: it makes an error here one on every rank.
         recording: the current recording, if any.
         judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
+        shares_tokens: whether the rank of the last stage is connected to all others, to send generated tokens.
         batch_loss: the loss of the last batch, where its losses are.
         split: what the stages are from, if they are from a split.
         counter: counts training steps, and how long they wait.
@@ -155,6 +156,7 @@ class Engine:
         self.recording: Recording | None = None
         self.judges_loss = True
         self.counter = StepCounter()
+        self.shares_tokens = False
         self.batch_loss: torch.Tensor | None = None
         self._shares: Sequence[float] = ()
         self._shapes = shapes

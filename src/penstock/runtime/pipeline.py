@@ -14,6 +14,8 @@ from penstock.ir.actions import ComputationType
 from penstock.runtime.checkpoints.state import collect_state, restore_state
 from penstock.runtime.engine import Engine
 from penstock.runtime.failure_scope import describe_failure
+from penstock.runtime.generation import generate
+from penstock.runtime.generation.request import Sampling
 from penstock.runtime.grad_clipping import clip_grad_norm_
 from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program_cache import INFERRED
@@ -23,7 +25,7 @@ from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.threads import thread_transports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 
     from penstock.execution.stage import Stage
     from penstock.execution.ties import Tie
@@ -293,6 +295,60 @@ class Pipeline:
             program, step = engine.prepare_evaluation(args, kwargs, target)
             program.run(step, engine.transport.progress)
             return engine.collect(step, losses)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        max_new_tokens: int = 32,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        microbatches: int | None = None,
+        report: Callable[[str], object] | None = None,
+    ) -> torch.Tensor:
+        """Generate tokens with a decoder of transformers that ``penstock.split`` has split. All ranks call it alike.
+
+        Modules run in eval mode, and are then in the mode in which they were; random generators, gradients and buffers
+        are left as they are. Each stage keeps the keys and values of its own layers.
+
+        Args:
+            input_ids: the prompts, ``[sequences, tokens]``, padded on the left or on the right.
+            attention_mask: which tokens count; by default all but those that equal the token for padding, unless it
+                also ends sequences.
+            max_new_tokens: how many tokens are generated for each sequence at most.
+            temperature: 0 for the most probable token; else tokens are drawn, from logits divided by it.
+            top_k: draw among this number of the most probable tokens.
+            top_p: draw among the most probable tokens that together have this probability.
+            seed: of the draws. The tokens are the same for any number of ranks, stages and microbatches.
+            eos_token_id: the tokens that end a sequence, ``()`` for none; by default those of the model.
+            pad_token_id: what follows then; by default that of the model, or the first that ends a sequence.
+            microbatches: how many microbatches of sequences are in flight; by default as many as there are ranks, so
+                that each has work.
+            report: called with a line of text for each new token.
+
+        Returns:
+            The prompts with the new tokens, on every rank.
+
+        Raises:
+            GenerationError: the model cannot generate, or arguments are wrong or differ between ranks; on every rank.
+        """
+        self._engine.begin_call("generate()")
+        return generate(
+            self._engine,
+            report,
+            Sampling(temperature, top_k, top_p, seed),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            microbatches=microbatches,
+        )
 
     def check_parity(self, *args: Any, target: Any = None, **kwargs: Any) -> Parity:
         """Compare this pipeline with the unsplit model, for one batch. All ranks call it, as they call ``step``.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.ir.edges import Edge
     from penstock.ir.placement import Placement
     from penstock.ir.schedule import Schedule
+    from penstock.models.generation.generator import Generator
     from penstock.runtime.ends import LossFunction
     from penstock.runtime.losses import Weight
     from penstock.runtime.ties import GivenTie
@@ -83,6 +84,9 @@ class Split(Protocol):
 
     def origin_of(self, stages: Iterable[int]) -> str:
         """What identifies the model that stages are parts of; empty if it is not known."""
+
+    def generator(self) -> Generator:
+        """How its stages generate tokens; raises ``SplitError`` if they cannot."""
 
     def rename_for_files(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Some of the model's tensors under the names that they have in files."""

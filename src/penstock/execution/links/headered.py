@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
-    from penstock.execution.channel import Channel
+    from penstock.execution.channel import Channel, Pending
     from penstock.execution.step import Operation, Step
 
 
@@ -126,22 +126,11 @@ class HeaderedLink(RemoteLink):
 
     def _announced(self, header: torch.Tensor, transfer: Any, tag: int) -> tuple[ValueSpec, Tensors, Sequence[Any]]:
         """Read a header, and receive what it announces."""
-        progress = self._channel.progress
-        progress.wait_for((transfer,))
         try:
-            meta = read_header(header)
-            if isinstance(meta, int):
-                overflow = torch.empty(meta, dtype=torch.uint8, device=self._device)
-                progress.wait_for((self._channel.receive(overflow, self._peer, tag),))
-                meta = read_header(header, overflow)
+            return receive_announced(self._channel, header, transfer, self._peer, tag)
         except MetadataError as error:
             message = f"could not decode the header that {self._sender} sent to {self._receiver}: {error}"
             raise MetadataError(message) from error
-        meta = cast("ValueSpec", meta)
-        # In inference mode a new tensor would have no version.
-        with torch.inference_mode(False) if meta.shared else nullcontext():
-            buffers = [one.empty(self._device) for one in meta.tensors]
-        return meta, buffers, [self._channel.receive(as_wire(buffer), self._peer, tag) for buffer in buffers]
 
     def send_gradients(self, microbatch: int) -> Operation:
         """SEND_B."""
@@ -173,3 +162,19 @@ class HeaderedLink(RemoteLink):
         buffers = [meta.empty(self._device) for meta in step.metas.pop(key).tensors if meta.requires_grad]
         receive, peer, tag = self._channel.receive, self._peer, 2 * key + 1
         step.receiving_gradients[key] = buffers, [receive(as_wire(buffer), peer, tag) for buffer in buffers]
+
+
+def receive_announced(
+    channel: Channel, header: torch.Tensor, transfer: Pending, peer: int, tag: int
+) -> tuple[ValueSpec, Tensors, Sequence[Pending]]:
+    """Read a header that is being received, and post receives of what it announces: its description, and buffers."""
+    channel.progress.wait_for((transfer,))
+    meta = read_header(header)
+    if isinstance(meta, int):
+        overflow = torch.empty(meta, dtype=torch.uint8, device=header.device)
+        channel.progress.wait_for((channel.receive(overflow, peer, tag),))
+        meta = cast("ValueSpec", read_header(header, overflow))
+    # In inference mode a new tensor would have no version.
+    with torch.inference_mode(False) if meta.shared else nullcontext():
+        buffers = [one.empty(header.device) for one in meta.tensors]
+    return meta, buffers, [channel.receive(as_wire(buffer), peer, tag) for buffer in buffers]
