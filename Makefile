@@ -2,19 +2,20 @@
 
 PYTHON ?= python3
 VENV := .venv
+CLIENTS := $(VENV)/clients
 BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What starts no processes runs beside what does. A file is run by one worker: its tests share what is slow to make.
 PYTEST := $(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-full browser lint docs bench format clean
+.PHONY: help setup demo test test-fast test-full clients browser lint docs bench format clean
 
 help:
 	@echo "make demo       train a small GPT on four local processes"
 	@echo "make test       everything that CI checks"
 	@echo "make test-fast  the tests that start no processes, for editing"
-	@echo "make test-full  the same as make test, with the slow sweeps"
+	@echo "make test-full  the same as make test, with the slow sweeps, and with torchtitan"
 	@echo "make bench      every goal with its measured figure, in one table; QUICK=1 for less"
 	@echo "make docs       the documentation as a site, in site/"
 	@echo "make format     format and fix the sources"
@@ -43,8 +44,19 @@ test: lint browser
 test-fast: setup
 	$(PYTEST) -m 'not full and not processes'
 
-test-full: lint browser
+test-full: lint browser clients
 	$(PYTEST)
+
+# Programs that the drop-in runs have an environment of their own, since they pin packages. It sees those of $(VENV).
+clients: $(CLIENTS)/.ready
+
+PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+$(CLIENTS)/.ready: $(VENV)/.ready
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	$(BIN)/python -c $(PACKAGES) > $$($(CLIENTS)/bin/python -c $(PACKAGES))/packages-of-setup.pth
+	PIP_CONSTRAINT=constraints.txt $(CLIENTS)/bin/pip install --quiet --editable '.[clients]'
+	touch $@
 
 # The interactive page is tested in Debian's browser.
 browser:
