@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from penstock.planning.plan import plan
     from penstock.planning.result import Plan
     from penstock.runtime.checkpoints.export import export
+    from penstock.runtime.checkpoints.load import load
+    from penstock.runtime.checkpoints.save import save
     from penstock.runtime.optimizers import Optimizer
     from penstock.runtime.profiling import profile
     from penstock.runtime.progress_line import ProgressLine
@@ -115,12 +117,14 @@ _HOMES = {
     "build": "penstock.schedules.registry",
     "check": "penstock.verification.check",
     "export": "penstock.runtime.checkpoints.export",
+    "load": "penstock.runtime.checkpoints.load",
     "lower": "penstock.lowering.pipeline",
     "plan": "penstock.planning.plan",
     "profile": "penstock.runtime.profiling",
     "read": "penstock.ir.formats",
     "repair": "penstock.lowering.repair",
     "safe_models": "penstock.verification.check",
+    "save": "penstock.runtime.checkpoints.save",
     "simulate": "penstock.simulation.simulate",
     "simulate_many": "penstock.simulation.sampling",
     "split": "penstock.models.split",
@@ -173,12 +177,14 @@ __all__ = [
     "build",
     "check",
     "export",
+    "load",
     "lower",
     "plan",
     "profile",
     "read",
     "repair",
     "safe_models",
+    "save",
     "simulate",
     "simulate_many",
     "split",

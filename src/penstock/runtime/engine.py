@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from penstock.ir.schedule import Schedule
     from penstock.runtime.batches import Batch
     from penstock.runtime.checkpoints.names import StateNames
+    from penstock.runtime.checkpoints.saves import Saves
     from penstock.runtime.custom_functions import CustomFunction
     from penstock.runtime.ends import LossFunction
     from penstock.runtime.losses import Weight
@@ -164,6 +165,7 @@ class Engine:
         self._share_losses = share_losses
         self._has_trained = False
         self._state_names: StateNames | None = None
+        self.saves: Saves | None = None
         with self._setup_scope():
             parts = collect_parts(
                 stages,

@@ -29,6 +29,7 @@ class Layout(NamedTuple):
     ranks: int
     stages: int
     options: Mapping[str, int] = MappingProxyType({})
+    placement: tuple[int, ...] = ()
 
 
 LAYOUTS = {
@@ -40,6 +41,7 @@ LAYOUTS = {
     "4x1": Layout("1F1B", 4, 4),
     "4x2": Layout("Interleaved1F1B", 4, 8, {"stages_per_rank": 2}),
     "4V": Layout("DualPipeV", 4, 8),
+    "3 without stages on 1": Layout("GPipe", 3, 3, placement=(0, 2, 0)),
 }
 
 
@@ -97,7 +99,18 @@ def split_for(layout: Layout, make: Any = build) -> Any:
 
 
 def schedule_for(layout: Layout) -> Any:
+    if layout.placement:
+        return _in_turn(ps.Placement(layout.placement, layout.ranks))
     return ps.build(layout.schedule, ranks=layout.ranks, microbatches=MICROBATCHES, **layout.options)
+
+
+def _in_turn(placement: Any) -> Any:
+    """All forwards, then all backwards."""
+    rows: list[list[str]] = [[] for _ in range(placement.ranks)]
+    for letter, stages in (("F", range(placement.stages)), ("B", reversed(range(placement.stages)))):
+        for stage in stages:
+            rows[placement.rank_of[stage]] += [f"{stage}{letter}{microbatch}" for microbatch in range(MICROBATCHES)]
+    return ps.Schedule(rows, placement=placement)
 
 
 @contextmanager
@@ -110,7 +123,7 @@ def pipeline(layout: Layout, *, seed: int = 0, make: Any = build, **options: Any
         split = split_for(layout, make)
         split.materialize(rank, schedule.placement, seed=seed)
     with Pipeline(split, schedule, **{"loss_fn": loss_fn, **options}) as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+        optimizer = ps.Optimizer(pipe, torch.optim.AdamW, lr=0.05)
         yield pipe, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7)
 
 

@@ -38,7 +38,9 @@ _POLL_INTERVAL: Final = 0.1
 _PREFIX: Final = "penstock"
 
 
-def connect_ranks(parent: dist.ProcessGroup, backend: str, timeout: float) -> tuple[Mailbox, StatusBoard, PrivateGroup]:
+def connect_ranks(
+    parent: dist.ProcessGroup, backend: str, timeout: float
+) -> tuple[Store, Mailbox, StatusBoard, PrivateGroup]:
     """Wait for all ranks of a group and connect to them. All of them call it together.
 
     Args:
@@ -51,7 +53,7 @@ def connect_ranks(parent: dist.ProcessGroup, backend: str, timeout: float) -> tu
         parent_store = parent.get_group_store()
         store = PrefixStore(_new_prefix(parent_store, rank), parent_store)
         mailbox = Mailbox(store, rank, ranks, timeout + _MAILBOX_GRACE)
-        board = StatusBoard(_clone_connection(store), rank, ranks)
+        board = StatusBoard(clone_connection(store), rank, ranks)
         _rendezvous(mailbox, board, rank, backend)
     limit = timeout + _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
     connect = partial(PrivateGroup, parent, PrefixStore("group", store), timedelta(seconds=limit), backend)
@@ -63,7 +65,7 @@ def connect_ranks(parent: dist.ProcessGroup, backend: str, timeout: float) -> tu
     except RuntimeError as error:
         raise _connect_error(board, rank, error) from None
     board.announce()
-    return mailbox, board, group
+    return store, mailbox, board, group
 
 
 def warm_up(transport: DistributedTransport, peer: int, device: torch.device, timeout: float) -> None:
@@ -122,7 +124,7 @@ def _new_prefix(store: Store, rank: int) -> str:
     return f"{_PREFIX}/{store.add(f'{_PREFIX}/created by {rank}', 1)}"
 
 
-def _clone_connection(store: Store) -> Store:
+def clone_connection(store: Store) -> Store:
     """Open a second connection to a store, where it has connections: a wait keeps other threads from using one.
 
     It takes a moment: seconds, where a name server does not answer.

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from penstock.errors import PenstockError, StepError, TransportError
 from penstock.execution.backend_errors import is_connection_error
 from penstock.execution.channel import Progress
-from penstock.runtime.transport.connecting import connect_ranks, warm_up
+from penstock.runtime.transport.connecting import clone_connection, connect_ranks, warm_up
 from penstock.runtime.transport.failure_messages import (
     label_of,
     lost_connection,
@@ -33,6 +34,8 @@ from penstock.runtime.transport.watchdog import Watchdog, trace_waits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from torch.distributed.distributed_c10d import Store
 
     from penstock.runtime.transport.mailbox import Awaited, Round
     from penstock.runtime.transport.process_groups import Work
@@ -80,7 +83,7 @@ class DistributedTransport:
         self._asked_at = -math.inf
         self._lock = threading.Lock()
         self._connecting = self._closed = False
-        self._mailbox, self._board, self._group = connect_ranks(parent, backend, timeout)
+        self._store, self._mailbox, self._board, self._group = connect_ranks(parent, backend, timeout)
         self.model = self._group.model
         self._send, self._receive = self._group.posts()
         watchdog = Watchdog(self, self._board, timeout)
@@ -132,6 +135,11 @@ class DistributedTransport:
         """Wait for the next bytes from a peer."""
         with self._store_errors(), self.progress.count_wait():
             return self._mailbox.receive_bytes(peer, self._check_wait)
+
+    def open_store(self, name: str) -> Store:
+        """Open a store that all ranks share, over a connection of its own; it outlives this transport."""
+        with self._store_errors():
+            return PrefixStore(name, clone_connection(self._store))
 
     def fail(self, failure: Failure) -> Failure:
         """Report a failure to every rank and end all waits; returns the one that was reported first."""

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from torch.distributed.distributed_c10d import Store
 
     from penstock.execution.channel import Pending, Progress
     from penstock.graph.comm_model import CommModel
@@ -75,6 +76,9 @@ class Transport(Protocol):
 
     def receive_bytes(self, peer: int) -> bytes:
         """Wait for the next bytes from a peer."""
+
+    def open_store(self, name: str) -> Store:
+        """Open a store that all ranks share, over a connection of its own. All of them call it with the same name."""
 
     def fail(self, failure: Failure) -> Failure:
         """Report a failure to every rank and end all waits; returns the one that was reported first."""

@@ -6,6 +6,8 @@ import threading
 from collections import Counter, deque
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch.distributed as dist
+
 from penstock.graph.wait_chain import WaitingRank, describe_wait_chain
 from penstock.runtime.transport.failure_messages import pipeline_failed_error, step_error
 from penstock.runtime.transport.lanes import Lanes, PostedTransfer
@@ -54,6 +56,7 @@ class Switchboard:
         self.ranks = ranks
         self.model = model
         self.failure: Failure | None = None
+        self.store = dist.HashStore()  # type: ignore[attr-defined]  # torch does export it
         self._lanes = Lanes(model)
         self._lock = threading.Lock()
         self._changed = [threading.Condition(self._lock) for _ in range(ranks)]

@@ -7,6 +7,8 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from torch.distributed.distributed_c10d import PrefixStore
+
 from penstock.errors import StepError, TransportError
 from penstock.execution.channel import Progress
 from penstock.graph.comm_model import CommModel
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
+    from torch.distributed.distributed_c10d import Store
 
     from penstock.execution.channel import Pending
     from penstock.runtime.transport.switchboard import Announced
@@ -74,6 +77,10 @@ class ThreadTransport:
         self._check_peer(peer)
         with self.progress.count_wait():
             return self._switchboard.receive_bytes(self.rank, peer, self._place)
+
+    def open_store(self, name: str) -> Store:
+        """Open a store that all ranks share."""
+        return PrefixStore(name, self._switchboard.store)
 
     def fail(self, failure: Failure) -> Failure:
         """Report a failure to every rank and end all waits; returns the one that was reported first."""
