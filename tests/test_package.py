@@ -51,6 +51,7 @@ PUBLIC = [
     "SplitError",
     "StageError",
     "StepError",
+    "Stop",
     "Tie",
     "Timeline",
     "TraceError",
@@ -73,6 +74,7 @@ PUBLIC = [
     "simulate",
     "simulate_many",
     "split",
+    "stop_on_signal",
     "verify",
 ]
 

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from penstock.runtime.optimizers import Optimizer
     from penstock.runtime.profiling import profile
     from penstock.runtime.progress_line import ProgressLine
+    from penstock.runtime.stopping import Stop, stop_on_signal
     from penstock.schedules.registry import build
     from penstock.simulation.costs import Costs
     from penstock.simulation.sampling import Samples, simulate_many
@@ -107,6 +108,7 @@ _HOMES = {
     "SplitError": "penstock.errors",
     "StageError": "penstock.errors",
     "StepError": "penstock.errors",
+    "Stop": "penstock.runtime.stopping",
     "Tie": "penstock.execution.ties",
     "Timeline": "penstock.simulation.timeline",
     "TraceError": "penstock.errors",
@@ -128,6 +130,7 @@ _HOMES = {
     "simulate": "penstock.simulation.simulate",
     "simulate_many": "penstock.simulation.sampling",
     "split": "penstock.models.split",
+    "stop_on_signal": "penstock.runtime.stopping",
     "verify": "penstock.verification.check",
 }
 
@@ -166,6 +169,7 @@ __all__ = [
     "SplitError",
     "StageError",
     "StepError",
+    "Stop",
     "Tie",
     "Timeline",
     "TraceError",
@@ -188,6 +192,7 @@ __all__ = [
     "simulate",
     "simulate_many",
     "split",
+    "stop_on_signal",
     "verify",
 ]
 

@@ -27,6 +27,8 @@ OnLine = Callable[[int, bool, str], None]
 REPORT_GRACE: Final = 5.0
 #: How long processes have to end after SIGINT, and after SIGTERM, in seconds.
 TERMINATE_AFTER: Final = 4.0
+#: How long they have to save and end when this process is sent SIGTERM, in seconds: as long as torchrun gives them.
+GRACE: Final = 30.0
 #: How long to read what is still in the pipes after all processes have ended.
 _REST: Final = 1.0
 #: How often to check whether a process has ended.
@@ -129,12 +131,15 @@ def launch(
     on_line: OnLine | None = None,
     timeout: float | None = None,
     interrupt: signal.Signals = signal.SIGINT,
+    grace: float = TERMINATE_AFTER,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a command once for each rank, and return when all have ended.
 
-    When a rank fails, the others are terminated after a moment. Ctrl-C terminates all ranks: with SIGINT, then SIGTERM,
-    then SIGKILL; a second Ctrl-C kills them at once. If this process is killed, so are the ranks and their children.
+    When a rank fails, the others are terminated after a moment. SIGTERM is passed on to all ranks, which are killed
+    if they have not ended after `grace` seconds; if all of them end with exit code 0, that is the outcome. Ctrl-C
+    terminates all ranks: with SIGINT, then SIGTERM, then SIGKILL; a second Ctrl-C kills them at once. If this process
+    is killed, so are the ranks and their children.
 
     Args:
         command: the command, e.g. ``[sys.executable, "train.py"]``.
@@ -142,11 +147,12 @@ def launch(
         on_line: called with every line that they write; by default they write where this process does.
         timeout: the number of seconds that they may take.
         interrupt: the first signal they get on Ctrl-C; SIGTERM for processes with nothing to save or report.
+        grace: how many seconds they have to end after a signal.
         environment: the base environment; by default that of this process.
     """
     given = os.environ if environment is None else environment
     with reserved_port() as port, _Signals() as signals, _Guard() as guard:
-        job = _Job(on_line, timeout, interrupt, signals)
+        job = _Job(on_line, timeout, interrupt, grace, signals)
         try:
             for rank in range(ranks):
                 job.start(command, environment_of(rank, ranks, port, given), guard)
@@ -155,7 +161,7 @@ def launch(
         finally:
             job.kill()
             guard.is_needed = False
-    if signals.came:
+    if signals.came and not (signals.came[0] == signal.SIGTERM and job.has_succeeded):
         raise _end_by(signals.came[0])
     return outcome
 
@@ -292,10 +298,16 @@ class _Job:
     """The processes of all ranks, and the signals to send them."""
 
     def __init__(
-        self, on_line: OnLine | None, timeout: float | None, interrupt: signal.Signals, signals: _Signals
+        self,
+        on_line: OnLine | None,
+        timeout: float | None,
+        interrupt: signal.Signals,
+        grace: float,
+        signals: _Signals,
     ) -> None:
         self._on_line = on_line
         self._interrupt = interrupt
+        self._grace = grace
         #: The signals that this process receives, and whether the first was passed on.
         self._signals = signals
         self._passed_on = False
@@ -308,9 +320,15 @@ class _Job:
         self._ended = False
         #: The ranks that the signal was sent to.
         self._ended_ranks: set[int] = set()
+        self._codes: list[int] = []
         #: The signals to send, and when.
         self._orders: deque[tuple[float, signal.Signals]] = deque()
         self._deadline = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether all ranks have ended with exit code 0."""
+        return len(self._codes) == len(self._processes) and not any(self._codes)
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], guard: _Guard) -> None:
         """Start the next rank."""
@@ -383,6 +401,7 @@ class _Job:
         _send(process, signal.SIGKILL)
         code = process.wait()
         self._running.discard(rank)
+        self._codes.append(code)
         if code != 0 and not self._ended:
             self._failures.append(RankExit(rank, code))
             if not self._orders:
@@ -392,13 +411,13 @@ class _Job:
         self._passed_on = True
         if number == signal.SIGINT:
             self._orders = deque([(time.monotonic(), self._interrupt)])
-            self._end_after(TERMINATE_AFTER)
+            self._end_after(TERMINATE_AFTER, grace=max(TERMINATE_AFTER, self._grace - TERMINATE_AFTER))
         else:
-            self._end_after(0.0)
+            self._end_after(0.0, grace=self._grace)
 
-    def _end_after(self, seconds: float) -> None:
+    def _end_after(self, seconds: float, *, grace: float = TERMINATE_AFTER) -> None:
         begin = time.monotonic() + seconds
-        self._orders.extend([(begin, signal.SIGTERM), (begin + TERMINATE_AFTER, signal.SIGKILL)])
+        self._orders.extend([(begin, signal.SIGTERM), (begin + grace, signal.SIGKILL)])
 
     def _carry_out(self) -> None:
         while self._orders and time.monotonic() >= self._orders[0][0]:

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import typer
 
-from penstock.cli.launch import OnLine, launch
+from penstock.cli.launch import GRACE, OnLine, launch
 from penstock.cli.source import DEFAULT_RANKS
 from penstock.dropin.environment import environment
 
@@ -24,6 +24,7 @@ _MISPLACED: Final[Mapping[str, re.Pattern[str]]] = {
     "drop_in": re.compile(r"--drop-in"),
     "no_prefix": re.compile(r"--no-prefix"),
     "timeout": re.compile(r"--timeout(=.*)?"),
+    "grace": re.compile(r"--grace(=.*)?"),
 }
 
 
@@ -49,6 +50,10 @@ def run(
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="Terminate after this time, with exit code 124."),
     ] = None,
+    grace: Annotated[
+        float,
+        typer.Option("--grace", metavar="SECONDS", help="How long the processes may take to end after SIGTERM."),
+    ] = GRACE,
     _nproc: Annotated[
         str | None,
         typer.Option("--nproc-per-node", "--nproc_per_node", hidden=True, callback=_not_torchrun),
@@ -62,8 +67,10 @@ def run(
 
     When a rank fails, the others have a few seconds to report what they know before they are terminated. The last line
     names the ranks that failed on their own: first those killed by a signal, then exit codes other than 1, then 1, as
-    after an exception. The exit code is that of the first one; 128 plus the signal if it was killed. Ctrl-C terminates
-    all ranks.
+    after an exception. The exit code is that of the first one; 128 plus the signal if it was killed.
+
+    Ctrl-C terminates all ranks. SIGTERM is passed on to them; if all of them end with exit code 0 in time, as with
+    penstock.stop_on_signal, so does this command.
 
     Example: penstock run --ranks 4 train.py --steps 100
 
@@ -80,13 +87,15 @@ def run(
         raise typer.BadParameter(f"file {script} does not exist; add --module to run a module", param_hint="SCRIPT")
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter(f"must be a positive number of seconds, got {timeout}", param_hint="--timeout")
+    if not grace >= 0:
+        raise typer.BadParameter(f"must be a number of seconds, got {grace}", param_hint="--grace")
     for warning in _misplaced(context, arguments or []):
         typer.echo(f"penstock: {warning}", err=True)
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
     on_line = _writer(prefix=not no_prefix) if ranks > 1 else None
     try:
         variables = environment(os.environ) if drop_in else None
-        outcome = launch(command, ranks, on_line=on_line, timeout=timeout, environment=variables)
+        outcome = launch(command, ranks, on_line=on_line, timeout=timeout, grace=grace, environment=variables)
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted; all processes have ended", err=True)
         raise

@@ -68,6 +68,13 @@ def connect_ranks(
     return store, mailbox, board, group
 
 
+def open_mailbox(group: dist.ProcessGroup, timeout: float) -> Mailbox:
+    """Open a mailbox between all processes of a group, beside those of their pipelines. All of them call it."""
+    parent_store, rank = group.get_group_store(), group.rank()
+    store = PrefixStore(_new_prefix(parent_store, rank), clone_connection(parent_store))
+    return Mailbox(store, rank, group.size(), timeout)
+
+
 def warm_up(transport: DistributedTransport, peer: int, device: torch.device, timeout: float) -> None:
     """Send a byte each way, which makes the backend connect to a peer. It calls this, too."""
     rank = transport.rank
