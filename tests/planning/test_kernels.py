@@ -82,8 +82,9 @@ def test_what_the_kernels_build_runs_as_in_the_simulator(seed):
 
     case = instance_of(problem)
     patience = np.full((problem.ranks, 2), 0.5)
-    tokens, patience, _ = anneal(case, order.first, order.tokens, patience, True, MAKESPAN, -np.inf, 300, 0.5, seed)
-    made = scratch(problem.stages, problem.microbatches, problem.ranks, len(tokens))
+    made = scratch(problem.stages, problem.microbatches, problem.ranks, len(order.tokens))
+    start = case, order.first, order.tokens, patience
+    tokens, patience, _ = anneal(*start, True, MAKESPAN, -np.inf, 300, 0.5, seed, made)
     values = run(case, order.first, tokens, patience, True, made)
     assert values[0] + 0.01 * values[2] <= filled[0] + 0.01 * filled[2] + 1e-9
     rows = [made.ran[2 * begin : end] for begin, end in zip(order.first[:-1], made.ran_to, strict=True)]
@@ -96,7 +97,8 @@ def test_moving_w_too_never_makes_an_order_worse(seed):
     _, order = list_scheduled(problem)
     values, ran, _ = replay(problem, order, fill=True)
     case, unused = instance_of(problem), np.zeros((problem.ranks, 2))
-    tokens, *_ = anneal(case, ran.first, ran.tokens, unused, False, MAKESPAN, -np.inf, 300, 0.5, seed)
+    made = scratch(problem.stages, problem.microbatches, problem.ranks, len(ran.tokens))
+    tokens, *_ = anneal(case, ran.first, ran.tokens, unused, False, MAKESPAN, -np.inf, 300, 0.5, seed, made)
     improved, again, peak = replay(problem, Order(ran.first, tokens))
     assert improved[0] + 0.01 * improved[2] <= values[0] + 0.01 * values[2] + 1e-9
     assert_like_simulate(problem, again, improved, peak)
@@ -124,7 +126,8 @@ def test_the_kernels_are_deterministic():
     _, order = list_scheduled(problem)
     case, patience = instance_of(problem), np.full((problem.ranks, 2), 0.5)
     arguments = case, order.first, order.tokens, patience, True, MAKESPAN, -np.inf, 500, 0.5
-    first, second, other = (anneal(*arguments, seed) for seed in (3, 3, 4))
+    made = scratch(problem.stages, problem.microbatches, problem.ranks, len(order.tokens))
+    first, second, other = (anneal(*arguments, seed, made) for seed in (3, 3, 4))
     assert first[0].tolist() == second[0].tolist()
     assert first[1].tolist() == second[1].tolist()
     assert other[1].tolist() != first[1].tolist()
@@ -160,8 +163,7 @@ def test_a_whole_backward_is_chosen_where_it_is_cheaper():
     costs = Costs(backward_input=1, backward_weight=1, backward=1.2)
     problem = Problem.of(costs, Placement.loop(1, 1), microbatches=4)
     _, order = list_scheduled(problem)
-    tokens, _, _ = anneal(
-        instance_of(problem), order.first, order.tokens, np.ones((1, 2)), True, MAKESPAN, -np.inf, 400, 0.1, 0
-    )
+    start = instance_of(problem), order.first, order.tokens, np.ones((1, 2))
+    tokens, _, _ = anneal(*start, True, MAKESPAN, -np.inf, 400, 0.1, 0, scratch(1, 4, 1, len(order.tokens)))
     assert (tokens % KINDS == B).sum() == 4
     assert not (tokens % KINDS == W).any()

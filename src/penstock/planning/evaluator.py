@@ -70,6 +70,7 @@ class Evaluator:
         self._case = instance_of(problem)
         counts = 2 * problem.microbatches * np.bincount(problem.rank_of, minlength=problem.ranks)
         self._first = np.append(0, np.cumsum(counts)).astype(np.int64)
+        self._room: dict[int, replay.Scratch] = {}
 
     @property
     def length(self) -> int:
@@ -147,6 +148,7 @@ class Evaluator:
             steps,
             hot,
             seed,
+            self._scratch(len(base.tokens)),
         )
         self.work += runs * self.length
         return self._better(trial, self.fill(trial.origin, Order(base.first, tokens), shares))
@@ -165,6 +167,7 @@ class Evaluator:
             steps,
             hot,
             seed,
+            self._scratch(len(order.tokens)),
         )
         self.work += runs * len(order.tokens)
         return self._better(trial, self.replay(trial.origin, Order(order.first, tokens)))
@@ -183,14 +186,20 @@ class Evaluator:
         return before if after is None or self.quality(after) >= self.quality(before) else after
 
     def _run(self, order: Order, patience: Floats, *, fill: bool) -> tuple[Order, tuple[float, float]] | None:
-        problem = self.problem
-        made = replay.scratch(problem.stages, problem.microbatches, problem.ranks, len(order.tokens))
+        made = self._scratch(len(order.tokens))
         self.work += len(order.tokens)
         makespan, span, _ = replay.run(self._case, order.first, order.tokens, patience, fill, made)
         if not math.isfinite(makespan):
             return None
         rows = [made.ran[2 * begin : end] for begin, end in zip(order.first[:-1], made.ran_to, strict=True)]
         return Order.from_rows(rows), (makespan, span)
+
+    def _scratch(self, length: int) -> replay.Scratch:
+        """Return where to run orders of this length; what is there stays until the next run."""
+        if length not in self._room:
+            problem = self.problem
+            self._room[length] = replay.scratch(problem.stages, problem.microbatches, problem.ranks, length)
+        return self._room[length]
 
     def _parameters(self, patience: float, wait: float) -> tuple[Floats, Floats]:
         return np.full((self.problem.ranks, 2), patience), np.full(self.problem.ranks, wait)

@@ -113,7 +113,10 @@ def enumerate_blocks(  # noqa: C901 - compiled
                             break
                     if least <= peak <= most:
                         if count < room:
-                            found[count], peaks[count] = block, peak
+                            peaks[count] = peak
+                            for rank in range(ranks):
+                                for each in range(4):
+                                    found[count, rank, each] = block[rank, each]
                         count += 1
     kept = min(count, room)
     return found[:kept], peaks[:kept], count

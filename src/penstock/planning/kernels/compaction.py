@@ -32,7 +32,9 @@ def repeat(blocks: Ints, microbatches: int) -> tuple[Passes, Ints, Ints, int]:
     due, done = np.empty(4, np.int32), np.empty(6, np.int32)
     peak = 0
     for rank in range(ranks):
-        due[:], done[:] = blocks[rank], 0
+        done[:] = 0
+        for each in range(4):
+            due[each] = blocks[rank, each]
         first_owed, last_owed, tick = 0, 0, 0
         for place in range(length):
             token, when = -1, NEVER

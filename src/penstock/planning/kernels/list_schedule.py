@@ -33,7 +33,7 @@ def _push(heap: Floats, size: int, time: float, rank: int) -> int:
         parent = (place - 1) >> 1
         if heap[parent, 0] < time or (heap[parent, 0] == time and heap[parent, 1] <= rank):
             break
-        heap[place] = heap[parent]
+        heap[place, 0], heap[place, 1] = heap[parent, 0], heap[parent, 1]
         place = parent
     heap[place, 0], heap[place, 1] = time, rank
     return size + 1
@@ -59,7 +59,7 @@ def _pop(heap: Floats, size: int) -> tuple[float, int, int]:
             child = right
         if last_time < heap[child, 0] or (last_time == heap[child, 0] and last_rank <= heap[child, 1]):
             break
-        heap[place] = heap[child]
+        heap[place, 0], heap[place, 1] = heap[child, 0], heap[child, 1]
         place = child
     heap[place, 0], heap[place, 1] = last_time, last_rank
     return time, rank, size
@@ -95,9 +95,9 @@ def _schedule(  # noqa: C901 - one loop, compiled
     done = np.zeros((3, stages), np.int64)  # F; I or B; W
     now, begin, held = np.zeros(ranks), np.full(ranks, NEVER), np.zeros(ranks)
     at, left = first[:-1].copy(), np.zeros(ranks, np.int64)
-    owed = np.zeros(len(tokens), np.int64)
+    owed = np.empty(len(tokens), np.int64)
     owed_from, owed_to = first[:-1].copy(), first[:-1].copy()
-    heap, size = np.zeros((8 * len(tokens) + 8 * ranks + 64, 2)), 0
+    heap, size = np.empty((8 * len(tokens) + 8 * ranks + 64, 2)), 0
     later = np.zeros(stages)  # the room that F of a stage leaves to the later stages of its rank
     for rank in range(ranks):
         room = 0.0
@@ -239,13 +239,12 @@ def _tune(
     current = weights[0] * makespan + weights[1] * span + MEAN_SHARE * mean
     best, best_mean, best_tokens, best_patience = current, mean, tokens.copy(), patience.copy()
     state = np.array([np.uint64(seed) * np.uint64(2654435761) + np.uint64(88172645463325252)], np.uint64)
-    old_offset, old_patience, old_wait = offset.copy(), patience.copy(), wait.copy()
     runs = 1
     for step in range(steps):
         if best - MEAN_SHARE * best_mean <= goal:
             break
         temperature = hot * (1.0 - step / steps)
-        old_offset[:], old_patience[:], old_wait[:] = offset, patience, wait
+        old_offset, old_patience, old_wait = offset.copy(), patience.copy(), wait.copy()
         choice = uniform(state)
         low = below(state, stages)
         high = min(stages, low + 1 + (below(state, stages) if uniform(state) < 0.4 else 0))
@@ -270,9 +269,9 @@ def _tune(
             current = value
             if value < best:
                 best, best_mean = value, mean
-                best_tokens[:], best_patience[:] = tokens, patience
+                best_tokens, best_patience = tokens.copy(), patience.copy()
         else:
-            offset[:], patience[:], wait[:] = old_offset, old_patience, old_wait
+            offset, patience, wait = old_offset, old_patience, old_wait
     return best_tokens, best_patience, runs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,7 +52,9 @@ def machine_heads(relaxed: Relaxation, release: Floats, rounds: int, rank: int |
     raise_heads = jit(_raise_heads) if should_compile(work) else _raise_heads
     for _ in range(rounds):
         before = heads.copy()
-        rest = (relaxed.before, relaxed.forced, relaxed.takes > 0)
+        # Sorted here, because compiling a sort takes long.
+        by_head = [np.argsort(before[members[begin:end]], axis=None, kind="stable") for begin, end in pairwise(first)]
+        rest = (np.concatenate(by_head), relaxed.before, relaxed.forced, relaxed.takes > 0)
         if not raise_heads(heads, before, relaxed.taken, members, first, *rest):
             break
         _follow_waits(relaxed, heads)
@@ -80,6 +83,7 @@ def _raise_heads(  # noqa: C901 - compiled
     taken: Floats,
     members: Ints,
     first: Ints,
+    by_head: Ints,
     before: Ints,
     forced: Floats,
     is_taking: Bools,
@@ -89,13 +93,12 @@ def _raise_heads(  # noqa: C901 - compiled
     for rank in range(len(first) - 1):
         here = members[first[rank] : first[rank + 1]]
         count = len(here) * microbatches
-        flat = np.empty(count, np.float64)
-        for index in range(len(here)):
-            flat[index * microbatches : (index + 1) * microbatches] = known[here[index]]
+        ordered = np.empty(count, np.float64)
         place = np.empty(count, np.int64)
-        by_head = np.argsort(flat)
-        ordered = flat[by_head]
-        place[by_head] = np.arange(count)
+        for index in range(count):
+            entry = by_head[first[rank] * microbatches + index]
+            ordered[index] = known[here[entry // microbatches], entry % microbatches]
+            place[entry] = index
         leaves = 1
         while leaves < count:
             leaves *= 2
