@@ -137,6 +137,18 @@ def test_ranks_with_one_model_are_not_warned(built):
     assert not pipelines_of(lambda _: seeded(3, built=built))
 
 
+def test_a_function_that_seeds_the_generator_makes_one_model_on_all_ranks():
+    def build():
+        torch.manual_seed(5)
+        return Skipping()
+
+    def split(number):
+        torch.manual_seed(number)
+        return ps.split(build, stages=2, example=((torch.zeros(2, WIDTH),), {}))
+
+    assert not pipelines_of(split)
+
+
 def test_only_what_the_parameters_come_from_is_compared():
     weights = Skipping().state_dict()
     assert not pipelines_of(lambda number: seeded(number, built=False), state_dict=weights)

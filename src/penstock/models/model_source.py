@@ -28,12 +28,13 @@ class ModelSource:
 
     Attributes:
         state: the state of torch's generator when this was made: what a callable would have drawn from.
+        state_after: that after the callable has built the model last.
     """
 
     def __init__(self, given: nn.Module | Callable[[], nn.Module]) -> None:
         if not isinstance(given, nn.Module):
             _check_callable(given)
-        self.state = torch.get_rng_state()
+        self.state = self.state_after = torch.get_rng_state()
         self._given = given
 
     @property
@@ -71,11 +72,17 @@ class ModelSource:
 
         Parameters that are not there are NaN, on the device of those that are: libraries read device and type.
         """
-        model = materialize_model(self._given, names, **options)
+        model = materialize_model(self._build if self.is_callable else self._given, names, **options)
         wanted = set(names)
         real = [tensor.device for name, tensor in named_tensors(model) if name in wanted]
         device = next(iter(real), torch.device("cpu"))
         replace_tensors(model, lambda _, tensor: _stand_in(tensor, device) if tensor.is_meta else tensor)
+        return model
+
+    def _build(self) -> nn.Module:
+        assert not isinstance(self._given, nn.Module)
+        model = self._given()
+        self.state_after = torch.get_rng_state()
         return model
 
 

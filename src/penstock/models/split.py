@@ -233,8 +233,11 @@ class Split:
                 "the model is on the meta device; give its parameters values first: split.materialize(rank, "
                 "placement=schedule.placement, init='per_name'), or state_dict="
             )
-        state = self._source.state
-        return Part(self._part_of(stages, seed=state), identify_seed("exact", state), is_chosen=False)
+        model = self._part_of(stages, seed=self._source.state)
+        # A function that seeds the generator draws the same from any state. If it leaves none behind, nothing is known.
+        state = self._source.state_after
+        origin = "" if torch.equal(state, self._source.state) else identify_seed("exact", state)
+        return Part(model, origin, is_chosen=False)
 
     def _part_of(self, stages: Iterable[int], **options: Any) -> nn.Module:
         groups = [{*names} for names in self.description.shared]
