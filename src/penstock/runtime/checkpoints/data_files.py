@@ -5,6 +5,7 @@ The file has a header, in JSON, and then the elements of the tensors. A shard ha
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -130,9 +131,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """Explain why a checkpoint cannot be written."""
-    return CheckpointError(
-        f"cannot write {path}: {error.strerror or error}; earlier checkpoints are as they were", path=str(path)
-    )
+    why = error.strerror or str(error)
+    if error.errno == errno.ENOENT:
+        why += " (every rank must see the same folder)"
+    return CheckpointError(f"cannot write {path}: {why}; earlier checkpoints are as they were", path=str(path))
 
 
 def read_chunk(path: Path, chunk: Chunk) -> bytearray:

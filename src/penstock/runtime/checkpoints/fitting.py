@@ -64,12 +64,12 @@ def check_fit(checkpoint: Checkpoint, ranks: Sequence[dict[str, list[str]]]) -> 
     ]
     unused = [name for name in known if name not in set(used)]
     wrong = []
-    if missing:
-        wrong.append(f"it has no {_first(missing)}{near_matches(missing[0], unused or known)}")
     if unused:
         wrong.append(f"it has {_first(unused)}, which this pipeline does not have")
     if misshapen:
         wrong.append(_first(misshapen))
+    if missing:
+        wrong.append(f"it lacks {_first(missing)}{near_matches(missing[0], unused or known)}")
     if wrong:
         raise CheckpointError(f"{checkpoint.path} is of another model: {'; '.join(wrong)}", path=str(checkpoint.path))
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.data_files import cannot_write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,9 +38,13 @@ def place_of(folder: Path, step: int) -> Path:
 def complete_steps(folder: Path) -> dict[int, Path]:
     """Find the complete checkpoints, by step in ascending order."""
     found: dict[int, Path] = {}
-    if not folder.exists():
+    try:
+        paths = sorted(folder.iterdir())
+    except FileNotFoundError:
         return found
-    for path in sorted(folder.iterdir()):
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror or error}", path=str(folder)) from error
+    for path in paths:
         complete, replaced = _COMPLETE.fullmatch(path.name), _REPLACED.fullmatch(path.name)
         match = complete or replaced
         if match and (path / LIST).exists() and (complete or not (place_of(folder, int(match[1])) / LIST).exists()):
@@ -48,35 +54,51 @@ def complete_steps(folder: Path) -> dict[int, Path]:
 
 def begin(folder: Path, step: int) -> None:
     """Make the empty folder for a checkpoint, and clear away what saves that were killed have left."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in list(folder.iterdir()):
-        if _LEFT_OVER.fullmatch(path.name):
-            shutil.rmtree(path)
-        elif match := _REPLACED.fullmatch(path.name):
-            _end_replacement(path, place_of(folder, int(match[1])))
-    part_of(folder, step).mkdir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in list(folder.iterdir()):
+            if _LEFT_OVER.fullmatch(path.name):
+                shutil.rmtree(path)
+        _end_replacements(folder)
+        part_of(folder, step).mkdir()
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def finish(folder: Path, step: int, keep: int | None) -> None:
     """Make a checkpoint whose files are on disk a complete one, and remove older ones."""
     part, place = part_of(folder, step), place_of(folder, step)
-    sync_folder(part)
-    old = folder / f".step-{step}.replaced"
-    if place.exists():
-        place.rename(old)
-    part.rename(place)
-    sync_folder(folder)
-    if old.exists():
-        shutil.rmtree(old)
-    if keep is not None:
-        older = [path for number, path in complete_steps(folder).items() if number < step]
-        for path in older[: max(0, len(older) - (keep - 1))]:
+    try:
+        sync_folder(part)
+        old = _make_way(folder, step)
+        part.rename(place)
+        sync_folder(folder)
+    except OSError as error:
+        raise cannot_write(place, error) from error
+    older = [path for number, path in complete_steps(folder).items() if number < step]
+    for path in [*old, *(older[: max(0, len(older) - (keep - 1))] if keep is not None else [])]:
+        try:
             _remove(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{place} is complete, but {path} could not be removed: {error.strerror or error}", path=str(path)
+            ) from error
+
+
+def _make_way(folder: Path, step: int) -> list[Path]:
+    """Rename the complete checkpoint of the same step, if there is one; returns where it is now."""
+    place, old = place_of(folder, step), folder / f".step-{step}.replaced"
+    if not place.exists():
+        return []
+    place.rename(old)
+    return [old]
 
 
 def discard(folder: Path, step: int) -> None:
-    """Remove what a failed save has written."""
+    """Remove what a failed save has written, and put back what it was to replace."""
     shutil.rmtree(part_of(folder, step), ignore_errors=True)
+    with suppress(OSError):
+        _end_replacements(folder)
 
 
 def choose(folder: Path, step: int | None) -> tuple[int, Path] | None:
@@ -99,15 +121,23 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def _end_replacement(old: Path, place: Path) -> None:
-    if place.exists():
-        shutil.rmtree(old)
-    else:
-        old.rename(place)
+def _end_replacements(folder: Path) -> None:
+    """Put checkpoints back whose replacement has not arrived, and remove the others."""
+    for old in list(folder.iterdir()):
+        if match := _REPLACED.fullmatch(old.name):
+            place = place_of(folder, int(match[1]))
+            if (place / LIST).exists():
+                _remove(old)
+            else:
+                old.rename(place)
 
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that half of it is never taken for all of it."""
-    gone = path.with_name(f".{path.name}.removed")
+    gone = path.with_name(f".step-{_number(path)}.removed")
     path.rename(gone)
     shutil.rmtree(gone)
+
+
+def _number(path: Path) -> int:
+    return int("".join(filter(str.isdigit, path.name)))

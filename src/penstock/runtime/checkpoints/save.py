@@ -15,7 +15,7 @@ from penstock.runtime.checkpoints import folders
 from penstock.runtime.checkpoints.background import Saving
 from penstock.runtime.checkpoints.channel import run_on_all, same_for_all
 from penstock.runtime.checkpoints.contents import collect_contents
-from penstock.runtime.checkpoints.data_files import cannot_write, in_order, write_pieces
+from penstock.runtime.checkpoints.data_files import in_order, write_pieces
 from penstock.runtime.checkpoints.index import RankIndex, data_file, write_list, write_rank_index
 from penstock.runtime.checkpoints.saves import saves_of
 
@@ -81,10 +81,7 @@ def save(
         asked = [json.loads(part) for part in parts]
         _check_agreement([call for call, _ in asked])
         digests.extend(digest for _, digest in asked)
-        try:
-            folders.begin(target, step)
-        except OSError as error:
-            raise cannot_write(target, error) from error
+        folders.begin(target, step)
         return same_for_all(saves.channel, json.dumps(saves.knows(digests)).encode())
 
     known = json.loads(run_on_all(saves.channel, prepare, begin))
@@ -123,10 +120,7 @@ def _write(
 
     def complete(parts: Sequence[bytes]) -> list[bytes]:
         write_list(part, step, [json.loads(checksum) for checksum in parts])
-        try:
-            folders.finish(folder, step, keep)
-        except OSError as error:
-            raise cannot_write(folders.place_of(folder, step), error) from error
+        folders.finish(folder, step, keep)
         return same_for_all(channel, b"")
 
     try:
