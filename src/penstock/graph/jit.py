@@ -15,7 +15,7 @@ def jit(kernel: Callable[..., Any]) -> Callable[..., Any]:
     from numba import njit
 
     try:
-        fast: Callable[..., Any] = njit(cache=True, no_cfunc_wrapper=True)(kernel)
+        fast: Callable[..., Any] = njit(cache=True)(kernel)
     except RuntimeError:  # neither the package nor the home directory is writable, as in some containers
-        fast = njit(no_cfunc_wrapper=True)(kernel)
+        fast = njit(kernel)
     return fast

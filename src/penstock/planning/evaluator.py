@@ -15,6 +15,7 @@ from penstock.planning.orders import KINDS, B, I, Order, W
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from penstock.planning.kernels.replay import Scratch
     from penstock.simulation.problem import Problem
 
     Floats = NDArray[np.float64]
@@ -70,7 +71,7 @@ class Evaluator:
         self._case = instance_of(problem)
         counts = 2 * problem.microbatches * np.bincount(problem.rank_of, minlength=problem.ranks)
         self._first = np.append(0, np.cumsum(counts)).astype(np.int64)
-        self._room: dict[int, replay.Scratch] = {}
+        self._room: dict[int, Scratch] = {}
 
     @property
     def length(self) -> int:
@@ -194,7 +195,7 @@ class Evaluator:
         rows = [made.ran[2 * begin : end] for begin, end in zip(order.first[:-1], made.ran_to, strict=True)]
         return Order.from_rows(rows), (makespan, span)
 
-    def _scratch(self, length: int) -> replay.Scratch:
+    def _scratch(self, length: int) -> Scratch:
         """Return where to run orders of this length; what is there stays until the next run."""
         if length not in self._room:
             problem = self.problem
