@@ -103,6 +103,12 @@ class CallChecks:
                 f"by position, or split the model again with an example that has {name}=",
                 unit=name,
             )
+        if name == stage_cache.CACHE and name not in self._expected and value is not None:
+            raise SplitError(
+                f"{name}= holds all layers, but those of other stages would stay empty in it, and masks would be "
+                "wrong; to generate tokens, call generate() of a pipeline, which keeps a cache on each stage",
+                unit=name,
+            )
         if name not in self._expected:
             if not _is_same(value, self._defaults.get(name)):
                 raise SplitError(
@@ -192,13 +198,20 @@ class ResultChecks:
                     for position in range(len(call.value.leaves))
                 )
 
-    def check(self, number: int, given: Sequence[Any], result: Any) -> None:
-        """Refuse a result that is not what other stages take it for."""
+    def check(self, number: int, given: Sequence[Any], result: Any, sized: Sequence[Any]) -> None:
+        """Refuse a result that is not what other stages take it for.
+
+        Args:
+            number: that of the call.
+            given: its arguments.
+            result: what it returned.
+            sized: the arguments as others derive sizes from them.
+        """
         if number not in self._watched:
             return
         call = self._calls[number]
         if not call.value.spec and call.value.leaves[0].kind == "tensor" and isinstance(result, torch.Tensor):
-            self._check_tensor(call.unit, call.value.leaves[0], result, given if self._watched[number][0] else None)
+            self._check_tensor(call.unit, call.value.leaves[0], result, sized if self._watched[number][0] else None)
             return
         leaves, spec = pytree.tree_flatten(result)
         if call.value.structure != spec:
@@ -212,7 +225,7 @@ class ResultChecks:
                         unit=call.unit,
                     )
             elif leaf.kind == "tensor":
-                self._check_tensor(call.unit, leaf, one, given if is_derived else None)
+                self._check_tensor(call.unit, leaf, one, sized if is_derived else None)
             elif (mismatch := find_mismatch(leaf, one)) is not None:
                 raise SplitError(
                     f"what {call.unit!r} returns {mismatch[0]} in the probe, but {mismatch[1]} now, and other stages "
@@ -220,10 +233,10 @@ class ResultChecks:
                     unit=call.unit,
                 )
 
-    def _check_tensor(self, unit: str, leaf: Leaf, value: Any, given: Sequence[Any] | None) -> None:
+    def _check_tensor(self, unit: str, leaf: Leaf, value: Any, sized: Sequence[Any] | None) -> None:
         if not isinstance(value, torch.Tensor):
             raise _differs(f"what {unit} returns", "was a tensor", f"is {_brief(value)}")
-        if given is None or list(value.shape) == (expected := actual_shape(leaf, given)):
+        if sized is None or list(value.shape) == (expected := actual_shape(leaf, sized)):
             return
         raise SplitError(
             f"{unit!r} returns a tensor of shape {list(value.shape)}, but other stages, to whom it is not sent, expect "

@@ -35,6 +35,23 @@ class Run:
         self.dtypes: dict[str, torch.dtype] = {}
         self.versions: dict[Source, int] = {}
         self.shapes: Shapes = {}
+        self.seen_tokens = 0
+
+    def sized(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Return arguments with the sizes that follow from the new tokens.
+
+        While tokens are generated a mask also counts those in the cache. In the probe there was none, so what has as
+        many rows as the mask has columns has one for each new token.
+        """
+        if not self.seen_tokens:
+            return given
+        return [
+            one[:, self.seen_tokens :] if _is_mask(one) and one.shape[1] > self.seen_tokens else one for one in given
+        ]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2 and not value.dtype.is_floating_point
 
 
 class Dummies:
@@ -76,7 +93,7 @@ class Dummies:
             return given[leaf.value]
         if leaf.kind == "opaque":
             return None
-        shape, dtype = actual_shape(leaf, given), self._dtype(run, leaf)
+        shape, dtype = actual_shape(leaf, run.sized(given)), self._dtype(run, leaf)
         device = next((one.device for one in given if isinstance(one, torch.Tensor)), run.device)
         for one in given:
             if id(one) in run.dummies and list(one.shape) == shape and one.dtype == dtype:

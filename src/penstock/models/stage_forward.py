@@ -18,6 +18,7 @@ from penstock.errors import SplitError
 from penstock.models.call_checks import CallChecks, ResultChecks
 from penstock.models.dummies import Dummies, Run
 from penstock.models.edges import leaf_of, name_of
+from penstock.models.generation.stage_cache import seen_tokens
 from penstock.models.record import ARGUMENT, INNER, INPUT, OUTPUT, Call, Source
 from penstock.models.sources import wrap_forward
 from penstock.models.values import dtype_name, leaves_by_path, tensors_of
@@ -88,7 +89,7 @@ class StageForward:
         kwargs = {name: value for name, value in kwargs.items() if name not in self._unneeded}
         run = self._run = Run(received, [*received.values(), *tensors_of((args, kwargs))])
         run.dtypes = {leaf.dtype: value.dtype for leaf, value in zip(self._leaves, received.values(), strict=True)}
-        run.shapes = shapes
+        run.shapes, run.seen_tokens = shapes, seen_tokens(kwargs)
         try:
             if self._plan.stage:
                 args = self._dummies.inputs(run)
@@ -146,7 +147,7 @@ class StageForward:
             result = forward(*args, **kwargs)
         finally:
             run.is_inside = False
-        self._result_checks.check(number, given, result)
+        self._result_checks.check(number, given, result, run.sized(given))
         if number in self._returning:
             for leaf, tensor in enumerate(pytree.tree_leaves(result)):
                 self._capture(run, Source(OUTPUT, number, leaf), tensor)

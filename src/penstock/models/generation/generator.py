@@ -75,9 +75,9 @@ class Generator(NamedTuple):
             _ignored(settings),
         )
 
-    def new_cache(self) -> StageCache:
+    def new_cache(self, module: nn.Module) -> StageCache:
         """Make the cache of a stage for some sequences."""
-        return StageCache(self.config)
+        return StageCache(self.config, module)
 
     def call(
         self, stage: int, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor, cache: StageCache

@@ -16,10 +16,12 @@ from penstock.errors import SplitError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
+
 #: The argument of a model that is its cache.
 CACHE: Final = "past_key_values"
-#: Marks the caches that are made here.
-_MARK: Final = "_penstock_knows_other_stages"
+#: Where the caches that are made here refer to what keeps them.
+_KEEPER: Final = "_penstock_stage_cache"
 
 
 class StageCache:
@@ -27,20 +29,26 @@ class StageCache:
 
     Args:
         config: the configuration of the model.
+        module: the stage.
 
     Attributes:
         cache: what the model is called with.
+        tokens: how many tokens it has seen.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, module: nn.Module) -> None:
         from transformers import DynamicCache
 
         self.cache: Any = DynamicCache(config=config)
-        setattr(self.cache, _MARK, True)
+        self.tokens = 0
+        setattr(self.cache, _KEEPER, self)
+        parts = [part for part in module.modules() if any(True for _ in part.parameters())]
+        self._own = {getattr(part, "layer_idx", None) for part in parts}
         self._elsewhere: list[Any] | None = None
 
     def advance(self, tokens: int) -> None:
         """Note that the model was called with some tokens, so that layers of other stages are as long as ours."""
+        self.tokens += tokens
         if self._elsewhere is None:
             self._elsewhere = self._share_layers()
         for layer in self._elsewhere:
@@ -51,7 +59,7 @@ class StageCache:
         """Replace the layers that the first call has left empty, those of other stages, by one of each kind."""
         kinds: dict[Any, Any] = {}
         for number, layer in enumerate(self.cache.layers):
-            if not layer.is_initialized:
+            if not layer.is_initialized and number not in self._own:
                 kind = type(layer), getattr(layer, "sliding_window", None)
                 self.cache.layers[number] = kinds.setdefault(kind, layer)
         return list(kinds.values())
@@ -59,7 +67,13 @@ class StageCache:
 
 def is_given(kwargs: Mapping[str, Any]) -> bool:
     """Return whether a stage is called with a cache that was made here."""
-    return getattr(kwargs.get(CACHE), _MARK, False)
+    return hasattr(kwargs.get(CACHE), _KEEPER)
+
+
+def seen_tokens(kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens are in the cache that a stage is called with."""
+    keeper: StageCache | None = getattr(kwargs.get(CACHE), _KEEPER, None)
+    return 0 if keeper is None else keeper.tokens
 
 
 def check_layers(config: Any) -> None:

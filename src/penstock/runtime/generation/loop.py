@@ -42,7 +42,8 @@ class Loop:
     """
 
     def __init__(self, engine: Engine, generator: Generator, request: Request, report: Report | None) -> None:
-        self._stages = {index: stage.module for index, stage in engine.stages.items()}
+        # A compiled stage would be compiled again for every new length of its cache.
+        self._stages = {index: getattr(one.module, "_orig_mod", one.module) for index, one in engine.stages.items()}
         self._generator = generator
         self._request = request
         self._report = report
@@ -88,12 +89,12 @@ class Loop:
         """Run a stage for a new token of a microbatch."""
         stage, microbatch, token = job
         received = [value for link in self._wiring.into(stage) for value in self._take(link, microbatch)]
-        cache = self._caches.setdefault((stage, microbatch), self._generator.new_cache())
+        cache = self._cache_of(stage, microbatch)
         ids, mask, positions = self._sequences[microbatch].inputs(token)
         args, kwargs = self._generator.call(stage, ids, mask, positions, cache)
         try:
             output = self._stages[stage](*args, *received, **kwargs)
-        except Exception as error:
+        except BaseException as error:
             action = Action(stage, FORWARD, microbatch)
             self._transport.fail(describe_failure(error, self._transport.rank, action))
             raise
@@ -104,6 +105,11 @@ class Loop:
         outputs = self._wiring.outputs(stage)
         for link, value in zip(outputs.links, outputs.payloads(outputs.values(output)), strict=True):
             self._values[link, microbatch] = value
+
+    def _cache_of(self, stage: int, microbatch: int) -> StageCache:
+        if (stage, microbatch) not in self._caches:
+            self._caches[stage, microbatch] = self._generator.new_cache(self._stages[stage])
+        return self._caches[stage, microbatch]
 
     def _choose(self, output: Any, microbatch: int, token: int) -> torch.Tensor:
         """Choose the next tokens of the sequences of a microbatch."""

@@ -176,7 +176,9 @@ def _whole(name: str, value: Any, *, least: int = 1, most: int | None = None) ->
 
 
 def _tokens(name: str, value: Any) -> tuple[int, ...]:
-    return tuple(_whole(name, one, least=0) for one in ((value,) if isinstance(value, int) else tuple(value)))
+    if not isinstance(value, int | list | tuple):
+        raise GenerationError(f"{name} must be a token or a list of tokens, not {value!r}")
+    return tuple(_whole(name, one, least=0) for one in ((value,) if isinstance(value, int) else value))
 
 
 def _is_number(value: Any) -> bool:
