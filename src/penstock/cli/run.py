@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,6 +14,7 @@ import typer
 
 from penstock.cli.launch import GRACE, OnLine, launch
 from penstock.cli.source import DEFAULT_RANKS
+from penstock.cli.traced import VARIABLE, check_suffix, trace_folder
 from penstock.dropin.environment import environment
 
 #: Everything after the script belongs to the script.
@@ -25,6 +27,7 @@ _MISPLACED: Final[Mapping[str, re.Pattern[str]]] = {
     "no_prefix": re.compile(r"--no-prefix"),
     "timeout": re.compile(r"--timeout(=.*)?"),
     "grace": re.compile(r"--grace(=.*)?"),
+    "trace": re.compile(r"--trace(=.*)?"),
 }
 
 
@@ -46,6 +49,14 @@ def run(
         bool,
         typer.Option("--drop-in", help="Make torch.distributed.pipelining penstock.pipelining in every process."),
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write what the ranks did: a page (.html), a timeline (.json), .png or .svg.",
+        ),
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option("--timeout", metavar="SECONDS", help="Terminate after this time, with exit code 124."),
@@ -80,6 +91,12 @@ def run(
     Example: penstock run --ranks 2 --timeout 600 --module project.train
 
     Example: penstock run --ranks 2 --drop-in train.py
+
+    With --trace, every penstock.runtime.Pipeline takes the times of its steps, without changes to the script. When the
+    run ends, also by a failure or Ctrl-C, the timeline of a step is written: of those that all ranks still hold, the
+    one of median length; a page also shows the last step if it was not finished.
+
+    Example: penstock run --ranks 4 --trace measured.html train.py
     """
     if not module and Path(script).is_dir():
         raise typer.BadParameter(f"{script} is a directory; expected a Python file", param_hint="SCRIPT")
@@ -93,9 +110,13 @@ def run(
         typer.echo(f"penstock: {warning}", err=True)
     command = [sys.executable, *(["-m"] if module else []), script, *(arguments or [])]
     on_line = _writer(prefix=not no_prefix) if ranks > 1 else None
+    variables = dict(environment(os.environ) if drop_in else os.environ)
     try:
-        variables = environment(os.environ) if drop_in else None
-        outcome = launch(command, ranks, on_line=on_line, timeout=timeout, grace=grace, environment=variables)
+        with ExitStack() as when_done:
+            if trace is not None:
+                check_suffix(trace)
+                variables[VARIABLE] = when_done.enter_context(trace_folder(trace))
+            outcome = launch(command, ranks, on_line=on_line, timeout=timeout, grace=grace, environment=variables)
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted; all processes have ended", err=True)
         raise

@@ -36,6 +36,7 @@ class Progress:
         call: what the user has called last.
         awaited: the rank and the text of what it waits for now, where it waits for several messages in turn.
         waited: for how many seconds it has waited for other ranks so far.
+        received: when it had last waited for transfers, on the clock of ``time.perf_counter``.
     """
 
     labels: Sequence[str] = ()
@@ -47,6 +48,7 @@ class Progress:
     call: str = "exchange()"
     awaited: tuple[int, str] | None = None
     waited: float = 0.0
+    received: float = 0.0
 
     def enter(self, labels: Sequence[str], peers: Sequence[int | None], waits: Sequence[str]) -> None:
         """Begin a step with these operations."""
@@ -65,7 +67,8 @@ class Progress:
         for transfer in transfers:
             transfer.wait()
         self.waiting = False
-        self.waited += perf_counter() - begin
+        self.received = perf_counter()
+        self.waited += self.received - begin
 
     @contextmanager
     def count_wait(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ from penstock.runtime.splits import collect_parts
 from penstock.runtime.statistics import StepCounter
 from penstock.runtime.switching import agree, fit_schedule
 from penstock.runtime.ties import Ties, describe_options
+from penstock.runtime.trace import Trace
 from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.verification.check import verify as prove
 
@@ -64,7 +65,6 @@ if TYPE_CHECKING:
     from penstock.runtime.ends import LossFunction
     from penstock.runtime.losses import Weight
     from penstock.runtime.pipeline import Pipeline
-    from penstock.runtime.recording import Recording
     from penstock.runtime.splits import GivenStages, Split, Wrapper
     from penstock.runtime.ties import GivenTie
     from penstock.runtime.transport.protocol import Transport
@@ -80,6 +80,19 @@ class Runnable(Protocol):
 
     def run(self, step: Step, progress: Progress) -> None:
         """Run all of it."""
+
+
+class StepRecorder(Protocol):
+    """Takes the times of steps: a recording, or a trace."""
+
+    def customize(self, operations: NativeOperations) -> Custom:
+        """Add the user's functions to the operations of a program, and take the times of all."""
+
+    def record(self, program: Runnable) -> Runnable:
+        """A program that is recorded as one step when it runs."""
+
+    def use(self, schedule: Schedule) -> None:
+        """Go on with another schedule of the same stages."""
 
 
 class Training(NamedTuple):
@@ -120,7 +133,8 @@ class Engine:
         ties: keeps parameters equal that several stages hold.
         custom_functions: the user's own functions, by the type of action that they replace.
         failures: the scope around each call: it makes an error here one on every rank.
-        recording: the current recording, if any.
+        recording: what takes the times of steps: the current recording, or the trace, or nothing.
+        trace: the trace of all steps, if there is one.
         judges_loss: whether the next step checks that microbatches are weighted as their losses suggest.
         shares_tokens: whether the rank of the last stage is connected to all others, to send generated tokens.
         batch_loss: the loss of the last batch, where its losses are.
@@ -149,12 +163,14 @@ class Engine:
         check_ties_every: int,
         allow_untrained: bool,
         verify: bool,
+        trace: bool,
     ) -> None:
         self.pipe = pipe
         self.transport = transport
         self.output_spec = output_spec
         self.custom_functions: dict[ComputationType, CustomFunction] = {}
-        self.recording: Recording | None = None
+        self.recording: StepRecorder | None = None
+        self.trace: Trace | None = None
         self.judges_loss = True
         self.counter = StepCounter()
         self.shares_tokens = False
@@ -200,11 +216,16 @@ class Engine:
             check_stages(self.stages, self.schedule, transport, needs_loss=needs_loss)
             of_model = loss_fn is None and parts.target is not None and not self.is_forward_only
             self._keywords = SplitKeywords(parts.target, is_required=of_model) if parts.digest else None
-            common = {"split": parts.digest} | self._common_options() | describe_options(parts.ties, check_ties_every)
+            common = (
+                {"split": parts.digest, "trace": str(trace)}
+                | self._common_options()
+                | describe_options(parts.ties, check_ties_every)
+            )
             check_ranks_agree(transport, self.schedule, common)
             if parts.digest:
                 warn_of_different_models(transport, parts.origin)
             self.ties = Ties(parts.ties, self.stages, schedule.placement.rank_of, transport, check_ties_every)
+            self.recording = self.trace = Trace(self) if trace else None
 
     @property
     def rank(self) -> int:
@@ -388,7 +409,7 @@ class Engine:
         return output
 
     def customize(self, operations: NativeOperations) -> Custom:
-        """Add the user's functions to the operations of a program, and the clock of a recording."""
+        """Add the user's functions to the operations of a program, and the clock of a recording or trace."""
         if self.recording is not None:
             return self.recording.customize(operations)
         return Custom(self.pipe, operations, self.custom_functions)

@@ -21,6 +21,7 @@ from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program_cache import INFERRED
 from penstock.runtime.recording import Recording
 from penstock.runtime.setup_checks import check_schedule
+from penstock.runtime.trace import wants_trace
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.threads import thread_transports
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from penstock.runtime.splits import GivenStages, Split, Wrapper
     from penstock.runtime.statistics import Statistics
     from penstock.runtime.ties import GivenTie
+    from penstock.runtime.trace import Trace
     from penstock.runtime.transport.protocol import Transport
 
 #: Arguments of a Pipeline whose names say that they are not for a stage.
@@ -102,6 +104,8 @@ class Pipeline:
             gradients, e.g. because its output is detached.
         verify: prove the schedule for this transport before anything runs; also the one that ``eval`` runs.
         timeout: how many seconds a rank may wait for another before the step ends on all ranks with a report.
+        trace: take the times of the actions of every step; ``pipe.trace.timeline()`` shows the last ones. By default
+            only under ``penstock run --trace``.
     """
 
     def __init__(
@@ -128,6 +132,7 @@ class Pipeline:
         allow_untrained: bool = False,
         verify: bool = True,
         timeout: float = 300.0,
+        trace: bool | None = None,
     ) -> None:
         with ExitStack() as unless_done:
             if transport is None:
@@ -152,6 +157,7 @@ class Pipeline:
                 check_ties_every=check_ties_every,
                 allow_untrained=allow_untrained,
                 verify=verify,
+                trace=wants_trace(trace),
             )
             unless_done.pop_all()
 
@@ -459,6 +465,11 @@ class Pipeline:
     def recording(self) -> Recording:
         """Measure steps: ``with pipe.recording() as record:``, on all ranks together; see ``Recording``."""
         return Recording(self._engine)
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of all steps, if there is one: ``pipe.trace.timeline()`` shows what happened in the last ones."""
+        return self._engine.trace
 
     def close(self) -> None:
         """Release connections and threads. ``with Pipeline(...) as pipe:`` does so at its end."""

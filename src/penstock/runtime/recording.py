@@ -21,12 +21,12 @@ from penstock.ir.actions import OVERLAP_F_B, Action
 from penstock.runtime.clocks import Alignment, ClockReading, read_clocks
 from penstock.runtime.custom_functions import Custom
 from penstock.runtime.link_probe import SMALL, probe_links
-from penstock.runtime.recorded_times import FIELDS, TimedAction, busy_time, mean_times
 from penstock.runtime.sent_messages import SentMessages
 from penstock.runtime.timed_transport import TimedTransport
 from penstock.runtime.transfer_costs import edge_costs, find_delays, message_sizes, ranks_of
 from penstock.simulation.costs import Costs
 from penstock.simulation.measured import ActionTimes, measured_timeline
+from penstock.simulation.recorded_times import TimedAction, busy_time, fields_of_costs, mean_times
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.execution.native_operations import NativeOperations
     from penstock.execution.step import Operation, Step
     from penstock.ir.schedule import Schedule
-    from penstock.runtime.engine import Engine, Runnable
+    from penstock.runtime.engine import Engine, Runnable, StepRecorder
     from penstock.runtime.program_cache import ProgramCache
     from penstock.runtime.transport.protocol import Transport
     from penstock.simulation.timeline import Timeline
@@ -73,8 +73,8 @@ class Recording:
         self._messages = SentMessages(engine.schedule)
         self._engine = engine
         self._stages = engine.schedule.stages
-        self._before: tuple[Transport, ProgramCache] | None = None
-        self._times: dict[str, dict[int, float]] = {}
+        self._before: tuple[Transport, ProgramCache, StepRecorder | None] | None = None
+        self._times: dict[tuple[str, int], float] = {}
         self._transfers: dict[str, Any] = {}
         #: For each action of each step, how long the rank took to get to it.
         self._starts: list[list[float]] = []
@@ -115,16 +115,7 @@ class Recording:
         """
         if not self._times:
             raise _nothing_recorded("costs")
-        given = {field: self._per_stage(field) for field in FIELDS.values() if self._times.get(field)}
-        whole, inputs = given.get("backward"), given.get("backward_input")
-        if inputs is None:
-            half = [each / 2 for each in whole] if whole is not None else [0.0] * self._stages
-            given.update(backward_input=half, backward_weight=half)
-        elif whole is not None:
-            given["backward"] = [
-                self._times["backward"].get(stage, inputs[stage] + given["backward_weight"][stage])
-                for stage in range(self._stages)
-            ]
+        given = fields_of_costs(self._times, self._stages)
         return Costs.from_dict({**given, **self._transfers})
 
     def timeline(self) -> Timeline:
@@ -146,9 +137,9 @@ class Recording:
 
     def __enter__(self) -> Self:
         engine = self._engine
-        if engine.recording is not None:
+        if isinstance(engine.recording, Recording):
             raise RunError("this pipeline is already being recorded")
-        self._before = engine.transport, engine.programs
+        self._before = engine.transport, engine.programs, engine.recording
         # Programs and links refer to the transport, so a recording has its own, and negotiates shapes again.
         engine.transport = cast("Transport", TimedTransport(engine.transport, self))
         engine.programs = engine.new_programs()
@@ -158,17 +149,16 @@ class Recording:
     def __exit__(self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None) -> None:
         assert self._before is not None
         engine = self._engine
-        engine.transport, engine.programs = self._before
+        engine.transport, engine.programs, engine.recording = self._before
         engine.programs.clear()  # they lack functions that were registered meanwhile
-        engine.recording = None
         if kind is None and self.steps:
             self._share()
 
     def use(self, schedule: Schedule) -> None:
         """Go on with another schedule of the same stages."""
         assert self._before is not None
-        transport, programs = self._before
-        self._before = transport, programs.for_schedule(schedule)
+        transport, programs, trace = self._before
+        self._before = transport, programs.for_schedule(schedule), trace
         self._messages.use(schedule)
 
     def record(self, program: Runnable) -> Runnable:
@@ -205,7 +195,8 @@ class Recording:
                 operation(step)
                 return
             begin = time.perf_counter()
-            start = begin - self._ended - self._waited
+            held = self._waited
+            start = begin - self._ended - held
             self._open, self._waited, self._ready = False, 0.0, begin
             try:
                 operation(step)
@@ -213,7 +204,7 @@ class Recording:
             finally:
                 self._open = True
             self._ended = end = time.perf_counter()
-            times = (begin - self._begun, end - self._begun, self._waited, self._ready - self._begun)
+            times = (begin - self._begun, end - self._begun, self._waited, self._ready - self._begun, held)
             self.steps[-1].append(TimedAction(action, *times))
             self._starts[-1].append(start)
             self._waited = 0.0
@@ -260,10 +251,7 @@ class Recording:
         sent = [rank["sent"][typical] for rank in ranks]
         self.bytes_sent = tuple(sum(size for *_, size in each) for each in sent)
         self.bytes_between = {(source, target): size for source, target, size in sorted(chain.from_iterable(sent))}
-        self._times = defaultdict(dict)
-        for rank in ranks:
-            for field, stage, taken in rank["times"]:
-                self._times[field][stage] = taken
+        self._times = {(field, stage): taken for rank in ranks for field, stage, taken in rank["times"]}
         sizes = message_sizes(self._engine.schedule, self.bytes_between, self._messages.steps[typical].tags // 2)
         self._transfers = self._transfer_costs(sizes, [rank["messages"] for rank in ranks])
         self._share_times(typical)
@@ -275,7 +263,11 @@ class Recording:
         clocks = Alignment(self._clock, read_clocks(transport, lambda: time.perf_counter()))
         begun, schedule = self._beginnings[typical]
         mine = [
-            (str(timed.action), *(clocks.convert(begun + time) for time in (timed.begin, timed.start, timed.end)))
+            (
+                str(timed.action),
+                *(clocks.convert(begun + time) for time in (timed.begin, timed.start, timed.end)),
+                timed.held,
+            )
             for timed in self.steps[typical]
         ]
         ranks = [json.loads(data) for data in transport.exchange(json.dumps((clocks.error, mine)).encode())]
@@ -308,9 +300,6 @@ class Recording:
             "sent": [[(*ends, size) for ends, size in step.size.items()] for step in self._messages.steps],
             "messages": [(step.tags, step.sent, step.awaited) for step in looked_at],
         }
-
-    def _per_stage(self, field: str) -> list[float]:
-        return [max(0.0, self._times[field].get(stage, 0.0)) for stage in range(self._stages)]
 
 
 def _nothing_recorded(what: str) -> RunError:

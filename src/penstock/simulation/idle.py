@@ -6,8 +6,8 @@ and has got to sending it (*unsent*); until the lane of the transfer is free (*l
 (*transfer*). From the moment at which something later in its own order could run, that order keeps it idle (*order*).
 After its last action it is *drained*.
 
-In a measured run, all that a rank does between two actions, beside waiting, is *dispatch*: it posts transfers, and
-starts the action.
+In a measured run there is one step. Between two actions a rank may wait for its own sends to be received (*sends*);
+all else that it does there is *dispatch*: it posts transfers, and starts the action.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 #: Gaps below this share of the makespan are rounding: 0.1 + 0.2 is not quite 0.3.
 ROUNDING: Final = 1e-12
 
-CAUSES: Final = ("activation", "gradient", "unsent", "lane", "transfer", "order", "dispatch", "step", "drained")
+CAUSES: Final = (
+    "activation", "gradient", "unsent", "lane", "transfer", "order", "dispatch", "sends", "step", "drained",
+)  # fmt: skip
 
 
 class Idle(NamedTuple):
@@ -73,6 +75,8 @@ class Idle(NamedTuple):
             return "it has run its last action"
         if self.cause == "dispatch":
             return f"it takes time to start {self.before}"
+        if self.cause == "sends":
+            return f"before {self.before}, it waits until what it has sent has been received"
         if self.cause == "step":
             return "the previous step has not ended"
         what = f"the output of {self.awaited} on rank {self.source}"
@@ -125,7 +129,7 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
     ready, could_run = _soonest_later(timeline, late)
     ordered = np.clip(ready, moments.started, moments.end)
     makers = _makers_of(timeline, timeline.critical[runs[late]])
-    afterwards = "lane" if timeline.measured is None else "dispatch"
+    at_first, afterwards = ("step", "lane") if timeline.measured is None else ("sends", "dispatch")
     for number, cell in enumerate(runs[late].tolist()):
         rank, before = int(graph.rank[cell]), timeline.spans[cell].action
         maker = int(makers[number])
@@ -133,7 +137,7 @@ def _gaps(timeline: Timeline) -> Iterator[Idle]:
         word = "activation" if maker != NONE and graph.is_forward[timeline.critical[cell]] else "gradient"
         bounds = [float(moment[number]) - origin for moment in moments]
         until = float(ordered[number]) - origin
-        causes = ("step", "dispatch", word, "unsent", "lane", "transfer", afterwards)
+        causes = (at_first, "dispatch", word, "unsent", "lane", "transfer", afterwards)
         for cause, (begin, end) in zip(causes, pairwise(bounds), strict=True):
             if min(end, until) - begin > slack:
                 yield Idle(rank, begin, min(end, until), cause, before, action, source)
@@ -158,12 +162,14 @@ def _moments(timeline: Timeline, cells: Ints, previous: Floats) -> _Moments:
         sent = _sent(timeline, edges[received])
         node = graph.events.node[sent]
         made[received] = node_end[_makers(timeline, sent)]
-        posted[received] = _posted(timeline)[sent]
         sets_out[received], arrives[received] = timeline.node_start[node], node_end[node]
+        # Of a measured send only that moment is known; what kept its rank from it is why it was not sent.
+        posted[received] = _posted(timeline)[sent] if timeline.measured is None else sets_out[received]
     stepped, started = _may_begin(timeline, cells)
     if timeline.measured is not None:
         has_waited = (reasons == DATA) | (reasons == USE)
         started = np.where(has_waited, timeline.measured.reached[cells], end)
+        stepped = previous + timeline.measured.held[cells]
     moments = [previous]
     for moment in (stepped, started, made, posted, sets_out, arrives):
         moments.append(np.clip(moment, moments[-1], end))

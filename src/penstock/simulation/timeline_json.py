@@ -9,14 +9,15 @@
       "costs": {"forward": [0.001, 0.001], ...},
       "schedule": {"format": "penstock.schedule", ...},
       "ranks": [
-        {"rank": 0, "actions": ["0F0", ...], "start": [0.0, ...], "duration": [0.001, ...], "reached": [0.0, ...]},
+        {"rank": 0, "actions": ["0F0", ...], "start": [0.0, ...], "duration": [0.001, ...], "reached": [0.0, ...],
+         "held": [0.0, ...]},
         ...
       ],
       "ends": {"start": [...], "duration": [...]}
     }
 
-Times are those of the costs' unit; in a measured timeline they are seconds. ``measured`` is null, and ``reached`` is
-missing, in a predicted one. ``ends`` are the optimizers of every step and rank, then the ends of steps.
+Times are those of the costs' unit; in a measured timeline they are seconds. ``measured`` is null, and ``reached`` and
+``held`` are missing, in a predicted one. ``ends`` are the optimizers of every step and rank, then the ends of steps.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def json_from_timeline(timeline: Timeline) -> str:
         mine: dict[str, Any] = {"rank": rank, "actions": names[begin:end]}
         mine |= {"start": start[begin:end].tolist(), "duration": duration[begin:end].tolist()}
         if measured is not None:
-            mine["reached"] = measured.reached[begin:end].tolist()
+            mine |= {"reached": measured.reached[begin:end].tolist(), "held": measured.held[begin:end].tolist()}
         ranks.append(mine)
     ends = {
         "start": timeline.node_start[graph.cells :].tolist(),
@@ -130,7 +131,8 @@ def timeline_from_json(text: str) -> Timeline:
     if measured is not None and not (isinstance(measured, dict) and _is_number(measured.get("clock_error"))):
         raise FormatError(f'"measured" is {_shown(measured)}; it must be null or have a "clock_error" in seconds')
     start, duration = np.zeros(graph.nodes), np.zeros(graph.nodes)
-    columns = _of_ranks(document, graph, ["start", "duration"] + (["reached"] if measured is not None else []))
+    fields = ["start", "duration"] + (["reached", "held"] if measured is not None else [])
+    columns = _of_ranks(document, graph, fields)
     start[graph.events.node], duration[graph.events.node] = columns["start"], columns["duration"]
     ends, count = _entry(document, "ends", dict), graph.nodes - graph.cells
     start[graph.cells :] = _numbers(ends, "start", count, "ends")
@@ -139,7 +141,7 @@ def timeline_from_json(text: str) -> Timeline:
         critical = critical_edges(graph.order, start, duration, graph.delays(costs), graph.release_times(costs))
         return Timeline(schedule, costs, graph, start, duration, critical)
     critical = measured_critical_edges(graph, start, duration)
-    found = Measured(columns["reached"], float(measured["clock_error"]))
+    found = Measured(columns["reached"], columns["held"], float(measured["clock_error"]))
     return Timeline(schedule, costs, graph, start, duration, critical, found)
 
 

@@ -52,6 +52,7 @@ class TimedAction(NamedTuple):
         end: when it ended.
         waited: how many of these seconds it waited for transfers.
         start: when its last wait had ended, or when it began.
+        held: for how long its rank waited for sends between the action before and this one.
     """
 
     action: Action
@@ -59,6 +60,7 @@ class TimedAction(NamedTuple):
     end: float
     waited: float
     start: float
+    held: float
 
     @property
     def own(self) -> float:
@@ -104,3 +106,24 @@ def _sums(step: Sequence[TimedAction], starts: Sequence[float]) -> tuple[dict[Ke
         if field is not None:
             times[field, action.stage_index] += timed.own + start
     return counts, times
+
+
+def fields_of_costs(times: Mapping[Key, float], stages: int) -> dict[str, list[float]]:
+    """Return the fields of ``Costs`` for actions, given what each type takes on each stage.
+
+    If a backward only ran whole, I and W get half of it each.
+    """
+    names = {field for field, _ in times}
+    given = {
+        field: [max(0.0, times.get((field, stage), 0.0)) for stage in range(stages)]
+        for field in FIELDS.values()
+        if field in names
+    }
+    whole, inputs = given.get("backward"), given.get("backward_input")
+    if inputs is None:
+        half = [each / 2 for each in whole] if whole is not None else [0.0] * stages
+        given.update(backward_input=half, backward_weight=half)
+    elif whole is not None:
+        halves = [one + other for one, other in zip(inputs, given.get("backward_weight", [0.0] * stages), strict=True)]
+        given["backward"] = [times.get(("backward", stage), halves[stage]) for stage in range(stages)]
+    return given
