@@ -18,6 +18,7 @@ const MEANINGS = {
   transfer: "the tensor is in flight",
   order: "something later in the rank's own order could run",
   dispatch: "the rank takes time to start the action",
+  sends: "what the rank has sent has not been received yet",
   step: "the previous step has not ended everywhere",
   drained: "the rank has run its last action",
 };
