@@ -12,7 +12,7 @@ PYTEST := $(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --n
 .PHONY: help setup demo test test-fast test-full clients browser lint docs bench format clean
 
 help:
-	@echo "make demo       train a small GPT on four local processes"
+	@echo "make demo       profile, plan and train a small GPT on four local processes"
 	@echo "make test       everything that CI checks"
 	@echo "make test-fast  the tests that start no processes, for editing"
 	@echo "make test-full  the same as make test, with the slow sweeps, and with torchtitan"

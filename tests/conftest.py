@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from runtime.workers import Workers
 
 # A machine that does something else beside must not fail a law.
@@ -49,6 +52,20 @@ def workers() -> Iterator[Workers]:
 
     with Workers(4) as pool:
         yield pool
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real browser, to look at pages."""
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if path is None:
+        pytest.fail("pages are tested in Chromium, which is not installed: apt-get install chromium")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 #: Fixtures that start processes.

@@ -378,16 +378,6 @@ def test_version():
     assert penstock("--version").stdout == f"penstock {ps.__version__}\n"
 
 
-def test_what_the_readme_shows_is_what_is_printed(tmp_path):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    shown = penstock("show", "ZB-H1", "--ranks", "3", "--microbatches", "4").stdout
-    assert f"$ penstock show ZB-H1 --ranks 3 --microbatches 4\n{shown}```" in readme
-    (tmp_path / "swapped.csv").write_text(BROKEN)
-    checked = penstock("check", "swapped.csv", cwd=tmp_path).stdout
-    block = readme.partition("$ penstock check swapped.csv\n")[2].partition("```")[0]
-    assert block.split() == checked.split()
-
-
 def test_edges_beyond_the_chain(tmp_path):
     schedule = ps.build("1F1B", ranks=3, microbatches=1)
     schedule.with_edges([*schedule.edges, ps.Edge(0, (2,), "skip")]).write(tmp_path / "skip.json")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from view.conftest import browser  # noqa: F401  # a fixture
-
 ROOT = Path(__file__).parents[2]
 
 

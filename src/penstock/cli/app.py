@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from penstock.cli.check import check_command
 from penstock.cli.compare import compare
 from penstock.cli.convert import convert
-from penstock.cli.demo import demo
+from penstock.cli.demo.command import demo
 from penstock.cli.describe import describe
 from penstock.cli.plan import plan
 from penstock.cli.profile import profile

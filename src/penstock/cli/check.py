@@ -55,9 +55,9 @@ def check_command(
 
     The exit code is 0 if nothing is wrong, 1 on a finding, 2 if the input cannot be read.
 
-    Example: penstock check mine.csv --model rendezvous:pair --memory-limit 8
-
     Example: penstock check 1F1B --lower --defer-receives --model eager:pair
+
+    Example: penstock check mine.csv --model rendezvous:pair --memory-limit 8
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     chosen = DEFAULT_MODEL if model is None else parse_model(model)

@@ -39,9 +39,9 @@ def convert(
 ) -> None:
     """Write a schedule to a CSV, JSON or text file.
 
-    Example: penstock convert mine.csv mine.json
-
     Example: penstock convert 1F1B lowered.csv --ranks 2 --lower --defer-receives
+
+    Example: penstock convert mine.csv mine.json
 
     Example: penstock convert stuck.csv fixed.csv --repair rendezvous:pair
     """

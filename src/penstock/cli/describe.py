@@ -37,7 +37,9 @@ def describe(
     The cost is estimated from the parameters. A model that is no nn.Sequential and no Hugging Face text model needs an
     example, on which it runs once. Its parameters are not kept in memory if a function builds it.
 
-    Example: penstock describe my_models.py:build --stages 4
+    Example: penstock describe penstock.runtime.demo:build --stages 4 --example penstock.runtime.demo:example
+
+    Example: penstock describe my_models.py:build --layout "Et|tt|tL"
     """
     if find_spec("torch") is None:
         raise RunError("penstock describe needs torch: pip install 'penstock[torch]'")

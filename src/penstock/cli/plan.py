@@ -95,6 +95,8 @@ def plan(
     --layers they are those of layers, which are cut into stages. Ctrl-C ends the search and keeps the best so far. The
     exit code is 1 if nothing fits the memory limit.
 
+    Example: penstock plan --ranks 8 --microbatches 24 --memory-limit 8
+
     Example: penstock plan --ranks 8 --microbatches 24 --costs costs.toml --memory-limit 24GiB
 
     Example: penstock plan --ranks 8 --microbatches 24 --sweep memory -o front.png
@@ -127,7 +129,7 @@ def plan(
             if sweep is not None:
                 _sweep(console, sweep, arguments, output or [], machine=machine)
                 return
-            with _reporting(machine=machine) as report:
+            with reporting_progress(machine=machine) as report:
                 found = make_plan(**arguments, progress=report)
     except PlanError as error:
         if error.field == "memory_limit":
@@ -175,7 +177,7 @@ def parse_amount(text: str) -> float:
 
 
 @contextmanager
-def _reporting(*, machine: bool) -> Iterator[Callable[[Any], None] | None]:
+def reporting_progress(*, machine: bool) -> Iterator[Callable[[Any], None] | None]:
     """Show a line of progress in the terminal, and yield the function that updates it; None for a pipe."""
     console = Console(stderr=True)
     if machine or not console.is_terminal:
@@ -226,7 +228,7 @@ def _sweep(console: Console, variable: str, arguments: dict[str, Any], output: l
     from penstock.view.front import Dot, write_front
 
     points: list[Point] = []
-    with _reporting(machine=machine) as report:
+    with reporting_progress(machine=machine) as report:
         points += sweep(variable, **arguments, progress=report)
     for path in output:
         dots = [Dot(point.value, point.time_per_microbatch, point.plan.alternatives[0].name) for point in points]

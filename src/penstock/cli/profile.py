@@ -64,7 +64,7 @@ def profile(
     over torch.distributed. Times are in seconds, sizes in bytes, for one microbatch. The costs are medians; the table
     shows the quartiles, too. On several machines, call ps.profile in a script that torchrun starts.
 
-    Example: penstock profile my_model.py:build --stages 4 --example my_model.py:example
+    Example: penstock profile penstock.runtime.demo:build --stages 4 --example penstock.runtime.demo:example
 
     Example: penstock simulate ZBVZeroBubble --ranks 2 --costs costs.toml
     """

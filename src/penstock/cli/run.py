@@ -83,7 +83,7 @@ def run(
     Ctrl-C terminates all ranks. SIGTERM is passed on to them; if all of them end with exit code 0 in time, as with
     penstock.stop_on_signal, so does this command.
 
-    Example: penstock run --ranks 4 train.py --steps 100
+    Example: penstock run --ranks 4 train.py
 
     With --drop-in, an unmodified program for torch.distributed.pipelining runs on penstock.pipelining; rank 0 reports
     it in one line. The equivalent with torchrun: torchrun ... -m penstock.dropin train.py

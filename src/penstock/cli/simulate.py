@@ -70,7 +70,7 @@ def simulate_command(
 ) -> None:
     """Predict a schedule: time, bubble, memory, and the reason for every idle moment.
 
-    Example: penstock simulate ZBVZeroBubble --ranks 4 --microbatches 8 --costs costs.toml -o timeline.html
+    Example: penstock simulate ZBVZeroBubble --ranks 4 --microbatches 8 -o timeline.html
 
     Example: penstock simulate ZBVZeroBubble --costs costs.toml --fit
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.ir.formats.files import atomic_file
 from penstock.view.curve import curve_of
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.simulation.timeline import Timeline
+
+#: The height of a frame in pixels: what is above and below the ranks, a rank with its memory, and the most.
+_HEADER: Final = 280
+_ROW: Final = 84
+_HIGHEST: Final = 1100
 
 
 @dataclass(frozen=True)
@@ -83,21 +88,29 @@ class Curve:
 
 @dataclass(frozen=True)
 class Timelines:
-    """Timelines above each other on one time axis."""
+    """Timelines above each other on one time axis.
+
+    Attributes:
+        page: the page that shows them.
+        rows: the number of their ranks.
+    """
 
     page: Page
+    rows: int
 
     @classmethod
     def of(
         cls, timelines: Sequence[Timeline], titles: Sequence[str], *, memory_limit: float | None = None
     ) -> Timelines:
         """Draw timelines."""
-        return cls(Page.of(timelines, titles=titles, memory_limit=memory_limit))
+        rows = sum(timeline.schedule.ranks for timeline in timelines)
+        return cls(Page.of(timelines, titles=titles, memory_limit=memory_limit), rows)
 
     def html(self) -> str:
         """Return a frame with the page."""
         title = f"Timeline: {', '.join(self.page.titles)}"
-        return f'<iframe title="{escape(title)}" srcdoc="{escape(self.page.text)}"></iframe>'
+        height = min(_HEADER + _ROW * self.rows, _HIGHEST)
+        return f'<iframe title="{escape(title)}" height="{height}" srcdoc="{escape(self.page.text)}"></iframe>'
 
 
 Part = Paragraph | Rows | Curve | Timelines
@@ -147,10 +160,10 @@ def _row(tag: str, mark: str, cells: Sequence[str], sides: Sequence[str]) -> str
 
 
 def _is_number(cell: str) -> bool:
-    """Return whether a cell begins with a number, or is empty.
+    """Return whether a cell is a number, with a unit or without, or empty.
 
-    >>> [_is_number(cell) for cell in ("12.5 ms", "-3%", "", "1F1B", "ZBV")]
-    [True, True, True, False, False]
+    >>> [_is_number(cell) for cell in ("12.5 ms", "-3%", "1,024", "", "1F1B", "2 per rank")]
+    [True, True, True, True, False, False]
     """
-    number = cell.split(" ")[0].rstrip("%").replace(",", "")
-    return not number or number.lstrip("+-").replace(".", "", 1).isdigit()
+    number, *unit = cell.split(" ") if cell else ("0",)
+    return len(unit) < 2 and number.rstrip("%").replace(",", "").lstrip("+-").replace(".", "", 1).isdigit()

@@ -1,8 +1,6 @@
-"""A small GPT in plain torch, as a list of layers that can be cut anywhere."""
+"""A small GPT in plain torch: nothing in it knows of pipelines."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -75,21 +73,33 @@ class Head(nn.Module):
         return scores
 
 
-def build_layers(blocks: int, seed: int = 0) -> list[nn.Module]:
-    """Build the layers of the model, with the same weights on every rank."""
+class Gpt(nn.Module):
+    """Predicts the next byte."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embedding = Embedding()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = Head()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map bytes to scores for the bytes after them."""
+        value = self.embedding(tokens)
+        for block in self.blocks:
+            value = block(value)
+        scores: Tensor = self.head(value)
+        return scores
+
+
+def build(blocks: int = 8, seed: int = 0) -> Gpt:
+    """Build the model, with the same weights on every rank."""
     torch.manual_seed(seed)
-    return [Embedding(), *(Block() for _ in range(blocks)), Head()]
+    return Gpt(blocks)
 
 
-def assign_layers(blocks: int, stages: int) -> list[range]:
-    """Choose the layers of each stage: blocks split as evenly as possible, the embedding first and the head last.
-
-    >>> assign_layers(8, 4)
-    [range(0, 3), range(3, 5), range(5, 7), range(7, 10)]
-    """
-    bounds = [1 + stage * blocks // stages for stage in range(stages + 1)]
-    bounds[0], bounds[-1] = 0, blocks + 2
-    return [range(begin, end) for begin, end in pairwise(bounds)]
+def example() -> tuple[tuple[Tensor], dict[str, Tensor]]:
+    """Return the arguments of a call with a microbatch."""
+    return (torch.zeros(4, CONTEXT, dtype=torch.long),), {}
 
 
 def loss_of(scores: Tensor, target: Tensor) -> Tensor:
