@@ -9,13 +9,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # What starts no processes runs beside what does. A file is run by one worker: its tests share what is slow to make.
 PYTEST := $(BIN)/pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-fast test-full clients browser lint docs bench format clean
+.PHONY: help setup demo test test-fast test-full clients network browser lint docs bench format clean
 
 help:
 	@echo "make demo       profile, plan and train a small GPT on four local processes"
 	@echo "make test       everything that CI checks"
 	@echo "make test-fast  the tests that start no processes, for editing"
-	@echo "make test-full  the same as make test, with the slow sweeps, and with torchtitan"
+	@echo "make test-full  the same as make test, with the slow sweeps, torchtitan and two hosts"
 	@echo "make bench      every goal with its measured figure, in one table; QUICK=1 for less"
 	@echo "make docs       the documentation as a site, in site/"
 	@echo "make format     format and fix the sources"
@@ -44,11 +44,15 @@ test: lint browser
 test-fast: setup
 	$(PYTEST) -m 'not full and not processes'
 
-test-full: lint browser clients
+test-full: lint browser clients network
 	$(PYTEST)
 
 # Programs that the drop-in runs have an environment of their own, since they pin packages. It sees those of $(VENV).
 clients: $(CLIENTS)/.ready
+
+# Two hosts are two network namespaces, which iproute2 creates.
+network:
+	@command -v ip >/dev/null || { apt-get update && apt-get install --yes --no-install-recommends iproute2; }
 
 PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 

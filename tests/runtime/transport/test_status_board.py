@@ -16,7 +16,7 @@ def store():
 
 
 def test_the_first_failure_wins(store):
-    first, second = StatusBoard(store, 0, 2), StatusBoard(store, 1, 2)
+    first, second = StatusBoard(store, 0, 2, 9.0), StatusBoard(store, 1, 2, 9.0)
     assert first.failure() is None
     assert second.publish_failure(FAILURE) == FAILURE
     assert first.publish_failure(Failure(0, "late")) == FAILURE
@@ -84,8 +84,8 @@ def test_trace_waits(store):
         8: RankStatus(None, None, 0, closed_after=1),
     }
     for rank, status in statuses.items():
-        StatusBoard(store, rank, 9).publish_status(status)
-    board = StatusBoard(store, 2, 9)
+        StatusBoard(store, rank, 9, 9.0).publish_status(status)
+    board = StatusBoard(store, 2, 9, 9.0)
 
     def waits(peer):
         return trace_waits(board, 2, "2RECV_F3", peer)
@@ -108,7 +108,7 @@ def test_a_rank_that_is_silent(store):
     store.set("status/0", json.dumps({"label": "0F1", "peer": None, "seconds": 1, "at": 1_000_000_000}))
     store.set("status/1", "garbage")
     store.set("status/2", json.dumps({"label": 7, "peer": None, "seconds": 1, "at": 0}))
-    board = StatusBoard(store, 3, 4)
+    board = StatusBoard(store, 3, 4, 9.0)
     assert "which was in 0F1 and has not reported for" in trace_waits(board, 3, "3F0", 0)
     assert board.status(1) is None
     assert board.status(2) is None
@@ -116,6 +116,6 @@ def test_a_rank_that_is_silent(store):
 
 def test_a_long_chain_is_cut(store):
     for rank in range(100):
-        StatusBoard(store, rank, 101).publish_status(RankStatus(f"{rank}F0", rank + 1, 30))
-    text = trace_waits(StatusBoard(store, 0, 101), 0, "0F0", 1)
+        StatusBoard(store, rank, 101, 9.0).publish_status(RankStatus(f"{rank}F0", rank + 1, 30))
+    text = trace_waits(StatusBoard(store, 0, 101, 9.0), 0, "0F0", 1)
     assert "88 more ranks, and finally for rank 100, which has not started a step" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from penstock.errors import PenstockError, TransportError
 from penstock.execution.backend_errors import reason_of
+from penstock.runtime.transport.bounded_store import SilentStoreError
 from penstock.runtime.transport.failure_messages import step_error
 from penstock.runtime.transport.mailbox import Mailbox
 from penstock.runtime.transport.process_groups import WARM_UP_TAG, PrivateGroup
@@ -49,13 +50,23 @@ def connect_ranks(
         timeout: how many seconds a rank may wait for another, here and later.
     """
     rank, ranks = parent.rank(), parent.size()
-    with _waiting_for_all(rank):
-        parent_store = parent.get_group_store()
-        store = PrefixStore(_new_prefix(parent_store, rank), parent_store)
-        mailbox = Mailbox(store, rank, ranks, timeout + _MAILBOX_GRACE)
-        board = StatusBoard(clone_connection(store), rank, ranks)
-        _rendezvous(mailbox, board, rank, backend)
-    limit = timeout + _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
+    with ExitStack() as opened:
+        with _waiting_for_all(rank):
+            parent_store = parent.get_group_store()
+            store = PrefixStore(_new_prefix(parent_store, rank), parent_store)
+            mailbox = Mailbox(store, rank, ranks, timeout + _MAILBOX_GRACE)
+            opened.callback(mailbox.close)
+            board = StatusBoard(clone_connection(store), rank, ranks, timeout)
+            opened.callback(board.close)
+            _rendezvous(mailbox, board, rank, backend)
+        group = _connect(parent, store, board, backend, timeout)
+        opened.pop_all()
+    return store, mailbox, board, group
+
+
+def _connect(parent: dist.ProcessGroup, store: Store, board: StatusBoard, backend: str, timeout: float) -> PrivateGroup:
+    """Connect to all ranks; an error names those that are missing."""
+    rank, limit = parent.rank(), timeout + _BACKEND_GRACE.get(backend, _UNKNOWN_GRACE)
     connect = partial(PrivateGroup, parent, PrefixStore("group", store), timedelta(seconds=limit), backend)
     try:
         # Other backends may depend on the thread that they are created on.
@@ -65,7 +76,7 @@ def connect_ranks(
     except RuntimeError as error:
         raise _connect_error(board, rank, error) from None
     board.announce()
-    return store, mailbox, board, group
+    return group
 
 
 def open_mailbox(group: dist.ProcessGroup, timeout: float) -> Mailbox:
@@ -116,7 +127,7 @@ def _waiting_for_all(rank: int) -> Iterator[None]:
     """Explain the loss of the store while ranks arrive: the one that hosts it may never do so."""
     try:
         yield
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (dist.DistNetworkError, dist.DistStoreError, SilentStoreError) as error:
         raise TransportError(
             f"rank {rank} lost the store while waiting for the other ranks to create their Pipeline: the process that "
             f"hosts it (usually rank 0) has exited; check its output ({reason_of(error)})"

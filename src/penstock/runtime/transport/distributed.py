@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.distributed_c10d import Store
 
-    from penstock.runtime.transport.mailbox import Awaited, Round
+    from penstock.runtime.transport.mailbox import Awaited, Mailbox, Round
     from penstock.runtime.transport.process_groups import Work
 
 #: How many seconds the report of a failure may take to arrive after its effect.
@@ -88,7 +88,7 @@ class DistributedTransport:
         self._send, self._receive = self._group.posts()
         watchdog = Watchdog(self, self._board, timeout)
         watchdog.start()
-        self._end = weakref.finalize(self, _end, watchdog, self._board, self._group, self.progress)
+        self._end = weakref.finalize(self, _end, watchdog, self._mailbox, self._board, self._group, self.progress)
 
     def connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Connect the given pairs of ranks in that order; an error names the pair that fails."""
@@ -221,7 +221,7 @@ class DistributedTransport:
 
     def store_lost(self, error: RuntimeError) -> Failure:
         """Note that the store is lost."""
-        failure = lost_store(self.rank, label_of(self.progress), error)
+        failure = lost_store(self.rank, peer_of(self.progress), label_of(self.progress), error)
         return self.record_failure(failure, store_is_lost=True)
 
     # Internal -------------------------------------------------------------------------------------------------------
@@ -289,8 +289,9 @@ class Announced:
             return self._messages.collect()
 
 
-def _end(watchdog: Watchdog, board: StatusBoard, group: PrivateGroup, progress: Progress) -> None:
+def _end(watchdog: Watchdog, mailbox: Mailbox, board: StatusBoard, group: PrivateGroup, progress: Progress) -> None:
     watchdog.stop()
+    mailbox.close()
     with suppress(RuntimeError):  # a lost store cannot be asked
         board.publish_status(RankStatus(None, None, 0.0, closed_after=progress.step))
     board.await_acknowledgements()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import StepError
 from penstock.execution.backend_errors import reason_of
+from penstock.runtime.transport.bounded_store import SilentStoreError
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
@@ -45,12 +46,14 @@ def lost_connection(rank: int, peer: int | None, label: str | None, error: BaseE
     return Failure(rank if peer is None else peer, f"{message} ({reason_of(error)})", label)
 
 
-def lost_store(rank: int, label: str | None, error: BaseException) -> Failure:
-    """Describe the loss of the store."""
-    message = (
-        f"rank {rank} lost the store; the process that hosts it (usually rank 0) may have been killed, "
-        f"or have exited after fewer steps than the others ({reason_of(error)})"
-    )
+def lost_store(rank: int, peer: int | None, label: str | None, error: BaseException) -> Failure:
+    """Describe the loss of the store, while a rank waited for a peer, or did something else if that is None."""
+    place = "" if label is None else f" in {label}" if peer is None else f" while it waits in {label} for rank {peer}"
+    host = "the process that hosts it (usually rank 0, or torchrun on the first host)"
+    cause = f"{host} may have been killed, or have exited after fewer steps than the others"
+    if isinstance(error, SilentStoreError):
+        cause = f"its host, that of rank 0, or the network to it may be down; or {host} is stopped"
+    message = f"rank {rank} lost the store{place}; {cause} ({reason_of(error)})"
     return Failure(rank, message, label)
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.errors import PenstockError, TransportError
 from penstock.execution.backend_errors import is_store_timeout
+from penstock.runtime.transport.bounded_store import BoundedStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.distributed_c10d import Store
+
+#: How many seconds after the timeout of a wait the store must have answered.
+_ANSWER_GRACE: Final = 1.0
 
 
 class Awaited(NamedTuple):
@@ -48,7 +52,7 @@ class Mailbox:
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
         self.awaited: Awaited | None = None
-        self._store = store
+        self._store = BoundedStore(store, timeout + _ANSWER_GRACE, f"penstock mailbox of rank {rank}")
         self._rank = rank
         self._ranks = ranks
         self._timeout = timedelta(seconds=timeout)
@@ -80,9 +84,13 @@ class Mailbox:
         """Send a message to all ranks; returns those of all ranks in this round."""
         return self.announce("round", data, range(self._ranks), check).collect()
 
+    def close(self) -> None:
+        """Release the connection."""
+        self._store.close()
+
     def _set(self, key: str, data: bytes) -> None:
         # An empty value ends a wait, so a message never is one.
-        self._store.set(key, b"=" + data)  # type: ignore[arg-type]  # bytes are fine
+        self._store.set(key, b"=" + data)
 
     def _get(self, key: str, peer: int, check: Callable[[bool], None]) -> bytes:
         began = time.monotonic()

@@ -10,6 +10,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from penstock.runtime.transport.bounded_store import BoundedStore
 from penstock.runtime.transport.protocol import Failure
 
 if TYPE_CHECKING:
@@ -55,10 +56,13 @@ class RankStatus(NamedTuple):
 
 
 class StatusBoard:
-    """The store, with a method for everything that is published there or read from it."""
+    """The store, with a method for everything that is published there or read from it.
 
-    def __init__(self, store: Store, rank: int, ranks: int) -> None:
-        self._store = store
+    Without an answer for ``timeout`` seconds, a method raises ``SilentStoreError``.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
+        self._store = BoundedStore(store, timeout, f"penstock status board of rank {rank}")
         self._rank = rank
         self._ranks = ranks
         self._acknowledged_at: float | None = None
@@ -156,7 +160,7 @@ class StatusBoard:
 
     def close(self) -> None:
         """Release the connection."""
-        del self._store
+        self._store.close()
 
 
 def encode(failure: Failure) -> str:

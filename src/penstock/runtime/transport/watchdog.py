@@ -151,5 +151,6 @@ def _describe(status: RankStatus | None) -> str:
     if status.label is None:
         return "is between steps; all ranks must run the same steps"
     if status.silent_for:
-        return f"was in {status.label} and has not reported for {status.silent_for:.0f} s"
+        silence = f"has not reported for {status.silent_for:.0f} s: its host or the network may be down"
+        return f"was in {status.label} and {silence}"
     return f"has been in {status.label} for {status.seconds:.0f} s"
