@@ -32,6 +32,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "runtime": ("--quick", "--repeats", "3"),
     "dropin": ("--quick", "--repeats", "3"),
     "skips": (),
+    "generation": ("--ranks", "2", "--rounds", "5"),
     "prediction": ("--runs", "3"),
     "planned": ("--ranks", "2", "--rounds", "15"),
 }

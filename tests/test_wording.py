@@ -57,6 +57,7 @@ COVERED = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/formats.md",
+    "docs/generation.md",
     "docs/simulation.md",
     "docs/planning.md",
     "docs/models.md",

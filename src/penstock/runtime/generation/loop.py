@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from penstock.execution.stage import device_of
 from penstock.ir.actions import FORWARD, Action
 from penstock.runtime.failure_scope import describe_failure
+from penstock.runtime.generation.routes import Routes
 from penstock.runtime.generation.sampling import Numbers, choose
 from penstock.runtime.generation.sequences import Sequences
-from penstock.runtime.generation.transfers import Transfers, Way
+from penstock.runtime.generation.transfers import Transfers
 from penstock.runtime.generation.turns import Turns
-from penstock.runtime.wiring import Wiring
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,47 +48,63 @@ class Loop:
         self._request = request
         self._report = report
         self._transport = engine.transport
-        self._wiring = Wiring(engine.schedule)
-        self._rank_of = engine.schedule.placement.rank_of
-        self._last = len(self._rank_of) - 1
+        self._routes = Routes(engine.schedule, engine.transport.rank)
+        self._turns = Turns(engine.schedule.placement.rank_of, request.microbatches)
         device = device_of(engine.stages)
-        self._turns = Turns(self._rank_of, request.microbatches)
         self._transfers = Transfers(engine.transport, request.microbatches, device)
         self._sequences = [Sequences(request, rows, device) for rows in _divide(request)]
         self._numbers = Numbers(request.sampling.seed, len(request.prompts)) if request.sampling.temperature else None
         self._caches: dict[tuple[int, int], StageCache] = {}
-        self._values: dict[tuple[Link, int], Any] = {}
+        self._values: dict[tuple[Link | None, int], Any] = {}
 
     def run(self) -> list[Sequences]:
         """Generate until all sequences have ended."""
-        progress = self._transport.progress
+        progress, routes = self._transport.progress, self._routes
         labels = _Labels(self._describe_turn)
         progress.enter(labels, (), labels)
         for turn in count():
             progress.index = turn
             jobs = list(self._turns.jobs(turn))
+            posted = self._receive_early(jobs)
             for job in jobs:
-                if self._rank_of[job.stage] == self._transport.rank and self._is_wanted(job):
+                if routes.is_here(job.stage) and self._is_wanted(job):
                     self._compute(job)
             for job in jobs:
-                self._exchange(job)
+                if job not in posted:
+                    self._exchange(job)
             if all(sequences.has_ended for sequences in self._sequences):
                 break
         self._transfers.finish()
         progress.index = -1
         return self._sequences
 
+    def _receive_early(self, jobs: Sequence[Job]) -> set[Job]:
+        """Post receives of what others will compute in a turn, where it is known that they do; returns their jobs.
+
+        Then it arrives while this rank computes. Lanes that several messages share would be blocked by that.
+        """
+        if self._transport.model.lanes != "message":
+            return set()
+        posted = {job for job in jobs if not self._routes.is_here(job.stage) and self._is_known(job)}
+        for job in posted:
+            self._exchange(job)
+        return posted
+
+    def _is_known(self, job: Job) -> bool:
+        """Return whether this rank knows, without waiting, if a token is still wanted."""
+        sequences = self._sequences[job.microbatch]
+        return sequences.known >= job.token or sequences.has_ended
+
     def _is_wanted(self, job: Job) -> bool:
         """Return whether a microbatch has not ended before a token; waits for the token before it."""
-        sequences = self._sequences[job.microbatch]
-        if sequences.known < job.token and not sequences.has_ended:
-            self._append(job.microbatch, self._transfers.take(self._token_way(job.microbatch, self._transport.rank)))
-        return not sequences.has_ended
+        if not self._is_known(job):
+            self._append(job.microbatch, self._transfers.take(self._routes.of_tokens(job.microbatch)))
+        return not self._sequences[job.microbatch].has_ended
 
     def _compute(self, job: Job) -> None:
         """Run a stage for a new token of a microbatch."""
         stage, microbatch, token = job
-        received = [value for link in self._wiring.into(stage) for value in self._take(link, microbatch)]
+        received = [value for link in self._routes.into(stage) for value in self._take(link, microbatch)]
         cache = self._cache_of(stage, microbatch)
         ids, mask, positions = self._sequences[microbatch].inputs(token)
         args, kwargs = self._generator.call(stage, ids, mask, positions, cache)
@@ -99,10 +115,10 @@ class Loop:
             self._transport.fail(describe_failure(error, self._transport.rank, action))
             raise
         cache.advance(ids.shape[1])
-        if stage == self._last:
-            self._values[_TOKENS, microbatch] = self._choose(output, microbatch, token)
+        if stage == self._routes.last:
+            self._values[None, microbatch] = self._choose(output, microbatch, token)
             return
-        outputs = self._wiring.outputs(stage)
+        outputs = self._routes.outputs(stage)
         for link, value in zip(outputs.links, outputs.payloads(outputs.values(output)), strict=True):
             self._values[link, microbatch] = value
 
@@ -119,63 +135,39 @@ class Loop:
 
     def _take(self, link: Link, microbatch: int) -> tuple[Any, ...]:
         """Get the values of a link to a stage of this rank, as its arguments."""
-        source = self._rank_of[link.source]
-        if source == self._transport.rank:
-            value = self._values.pop((link, microbatch))
-        else:
-            value = self._transfers.take(self._way(link, microbatch, source))
-        return self._wiring.route(link).as_arguments(value)
+        way = self._routes.of_link(link, microbatch)
+        value = self._values.pop((link, microbatch)) if way is None else self._transfers.take(way)
+        return self._routes.as_arguments(link, value)
 
     def _exchange(self, job: Job) -> None:
-        """Post the transfers of what a stage has computed in this turn, as far as this rank takes part in them."""
-        here, source = self._transport.rank, self._rank_of[job.stage]
-        if job.stage == self._last:
-            if self._is_wanted(job):
-                self._share_tokens(job, source)
+        """Post the transfers of what a stage computes in this turn, as far as this rank takes part in them."""
+        ways = self._routes.leaving(job.stage, job.microbatch)
+        is_last = job.stage == self._routes.last
+        if not ((ways or is_last) and self._is_wanted(job)):
             return
-        for link in self._wiring.outputs(job.stage).links:
-            target = self._rank_of[link.target]
-            if source == target or here not in (source, target) or not self._is_wanted(job):
-                continue
-            if here == source:
-                value = self._values.pop((link, job.microbatch))
-                self._transfers.send(self._way(link, job.microbatch, target), value, job.token)
+        for way, link in ways:
+            if self._routes.is_here(job.stage):
+                self._transfers.send(way, self._values[link, job.microbatch], job.token)
+                if link is not None:
+                    del self._values[link, job.microbatch]
             else:
-                self._transfers.receive(self._way(link, job.microbatch, source), job.token)
-
-    def _share_tokens(self, job: Job, source: int) -> None:
-        """Send new tokens to all other ranks."""
-        if self._transport.rank != source:
-            self._transfers.receive(self._token_way(job.microbatch, self._transport.rank), job.token)
-            return
-        tokens = self._values.pop((_TOKENS, job.microbatch))
-        for rank in range(self._transport.ranks):
-            if rank != source:
-                self._transfers.send(self._token_way(job.microbatch, rank)._replace(peer=rank), tokens, job.token)
-        self._append(job.microbatch, tokens)
+                self._transfers.receive(way, job.token)
+        if is_last and self._routes.is_here(job.stage):
+            self._append(job.microbatch, self._values.pop((None, job.microbatch)))
 
     def _append(self, microbatch: int, tokens: torch.Tensor) -> None:
-        before = min(sequences.known for sequences in self._sequences)
+        before = self._complete()
         self._sequences[microbatch].append(tokens)
-        after = min(self._request.new if one.has_ended else one.known for one in self._sequences)
-        if self._report is not None and after > before:
+        if self._report is not None and (after := self._complete()) > before:
             self._report(f"token {after} of {self._request.new}")
 
-    def _way(self, link: Link, microbatch: int, peer: int) -> Way:
-        number = self._wiring.route(link).number
-        return Way(number, microbatch, peer, f"{link.target}RECV_F{microbatch}")
-
-    def _token_way(self, microbatch: int, target: int) -> Way:
-        number = len(self._wiring.links) + target
-        return Way(number, microbatch, self._rank_of[self._last], f"a new token of microbatch {microbatch}")
+    def _complete(self) -> int:
+        """Return how many new tokens all sequences have, or will not need."""
+        return min(self._request.new if one.has_ended else one.known for one in self._sequences)
 
     def _describe_turn(self, turn: int) -> str:
-        jobs = [job for job in self._turns.jobs(turn) if self._rank_of[job.stage] == self._transport.rank]
+        jobs = [job for job in self._turns.jobs(turn) if self._routes.is_here(job.stage)]
         return ", ".join(f"{stage}F{microbatch} of new token {token}" for stage, microbatch, token in jobs)
-
-
-#: In place of a link: where the tokens of a microbatch are kept until they are sent.
-_TOKENS: Final[Any] = None
 
 
 class _Labels(Sequence[str]):

@@ -59,5 +59,6 @@ class Sequences:
         """Append a token to each sequence."""
         self._tokens[:, self._width + self.known] = tokens
         self.known += 1
-        self._ended |= torch.isin(tokens, self._ends)
+        if len(self._ends):
+            self._ended |= torch.isin(tokens, self._ends)
         self.has_ended = self.known == self._request.new or bool(self._ended.all())

@@ -7,7 +7,7 @@ are described when they first go, with the value itself.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,23 +21,8 @@ if TYPE_CHECKING:
 
     from penstock.execution.channel import Pending
     from penstock.execution.value_spec import ValueSpec
+    from penstock.runtime.generation.routes import Way
     from penstock.runtime.transport.protocol import Transport
-
-
-class Way(NamedTuple):
-    """How a value of a microbatch gets to another rank.
-
-    Attributes:
-        number: that of the link, different for each at both of its ends.
-        microbatch: whose value it is.
-        peer: the rank at the other end.
-        label: what a rank does that waits for it.
-    """
-
-    number: int
-    microbatch: int
-    peer: int
-    label: str
 
 
 class Transfers:
