@@ -3,8 +3,8 @@
     penstock run --ranks 2 examples/training.py run
     torchrun --nproc-per-node 2 examples/training.py run
 
-Stop it at any time, with SIGTERM or Ctrl-C: all ranks save after the same step. The same command goes on from there, and
-the losses in run/losses.txt are those of a run that was never stopped.
+Stop it at any time, with SIGTERM or Ctrl-C: all ranks save after the same step. The same command goes on from there,
+and the losses in run/losses.txt are those of a run that was never stopped.
 """
 
 from __future__ import annotations

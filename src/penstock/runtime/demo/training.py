@@ -56,12 +56,12 @@ class Training:
         self._folder = Path(job["folder"])
         self._text = Text()
         self._build = partial(build, job["blocks"])
-        example = ((self._text.batch(0, job["samples"], CONTEXT)[0],), {})
+        example: Any = ((self._text.batch(0, job["samples"], CONTEXT)[0],), {})
         stages = split(self._build, layout=job["layout"], example=example)
         self.pipe = Pipeline(stages, schedule, loss_fn=loss_of, share_losses=True)
         self._optimizer = Optimizer(self.pipe, torch.optim.AdamW, lr=LEARNING_RATE, betas=(0.9, 0.95), max_norm=1.0)
         self._rate = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-        self._state = {"optimizer": self._optimizer, "scheduler": self._rate}
+        self._state: dict[str, Any] = {"optimizer": self._optimizer, "scheduler": self._rate}
         self._losses: list[float] = []
 
     def run(self) -> bool:
@@ -99,7 +99,8 @@ class Training:
         tokens, target = self._text.batch(number, self._size, CONTEXT)
         before, begin = self.pipe.statistics, time.perf_counter()
         self.pipe.step(*([tokens] if self.pipe.has_first else []), target=target, return_outputs=False)
-        loss, seconds = float(self.pipe.loss), time.perf_counter() - begin
+        assert self.pipe.loss is not None  # it is shared
+        loss, seconds = self.pipe.loss.item(), time.perf_counter() - begin
         self._losses.append(loss)
         bubble = self.pipe.statistics.since(before).bubble
         self._report("step", step=number + 1, loss=loss, seconds=seconds, bubble=bubble)
