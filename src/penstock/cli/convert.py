@@ -39,7 +39,7 @@ def convert(
 ) -> None:
     """Write a schedule to a CSV, JSON or text file.
 
-    Example: penstock convert 1F1B lowered.csv --ranks 2 --lower --defer-receives
+    Example: penstock convert 1F1B lowered.csv --ranks 2 --lower
 
     Example: penstock convert mine.csv mine.json
 
