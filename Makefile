@@ -71,7 +71,7 @@ bench: setup
 	$(BIN)/python benchmarks/summary.py $(if $(QUICK),--quick)
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, warnings would not count
 	@echo "Open site/index.html, or run $(BIN)/mkdocs serve"
 
 format: setup

@@ -65,6 +65,13 @@ COVERED = [
     "docs/training.md",
     "docs/drop-in.md",
     "docs/verification.md",
+    "docs/index.md",
+    "docs/tutorial.md",
+    "docs/zoo.md",
+    "docs/write-a-schedule.md",
+    "docs/read-a-timeline.md",
+    "docs/debug-a-hang.md",
+    "docs/hooks",
 ]
 
 FILES = [

@@ -99,7 +99,7 @@ class PageTest(pytest.Item):
     def runtest(self):
         with tempfile.TemporaryDirectory() as folder, chdir(folder), patch.dict(os.environ, ALONE):
             try:
-                self.run_blocks({"__name__": "__main__"})
+                self.run_blocks({"__name__": "__main__", "__file__": str(self.path)})
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
@@ -146,6 +146,7 @@ class PageTest(pytest.Item):
             result = run_command(command)
             where = f"{self.path.name}:{block.line}: $ {command}"
             if expected.strip():
+                expected = re.sub(r"\n\.\.\.$", "...", re.sub(r"^\.\.\.\n", "...", expected.strip()))
                 flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
                 same = doctest.OutputChecker().check_output(expected, result.stdout, flags)
                 assert same, f"{where}shows\n{expected}\nbut printed\n{result.stdout}"
@@ -153,6 +154,8 @@ class PageTest(pytest.Item):
                 assert result.returncode == 0, f"{where}\n{result.stdout}"
 
     def repr_failure(self, failure, style=None):
+        if isinstance(failure.value, AssertionError) and failure.value.args:
+            return str(failure.value)
         failure.traceback = failure.traceback.cut(path=self.path)
         return failure.getrepr(style="short")
 
