@@ -67,6 +67,7 @@ COVERED = [
     "docs/verification.md",
     "docs/index.md",
     "docs/tutorial.md",
+    "docs/recipes.md",
     "docs/zoo.md",
     "docs/write-a-schedule.md",
     "docs/read-a-timeline.md",
