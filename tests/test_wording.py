@@ -72,6 +72,7 @@ COVERED = [
     "docs/write-a-schedule.md",
     "docs/read-a-timeline.md",
     "docs/debug-a-hang.md",
+    "docs/migrate.md",
     "docs/hooks",
 ]
 
