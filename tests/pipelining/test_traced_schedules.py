@@ -55,7 +55,25 @@ class Chain(nn.Module):
         return x * scale + y
 
 
-MODELS = {"skips": Skips, "chain": Chain}
+class Crossed(nn.Module):
+    """Two values go from the first stage to all others, which take them in one order or the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x, *, scale, shift):
+        x = self.layers[0](x)
+        a, b = torch.tanh(x), torch.sin(x * scale)
+        pipe_split()
+        c = self.layers[1](a) - torch.tanh(b)
+        pipe_split()
+        d = self.layers[2](torch.exp(b)) + a * c
+        pipe_split()
+        return self.layers[3](d) * b + shift * a
+
+
+MODELS = {"skips": Skips, "chain": Chain, "crossed": Crossed}
 LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 

@@ -73,14 +73,23 @@ class LinkedStage(_PipelineStageBase):
         return self._gradients_to_send[microbatch].pop(source, [])
 
     def inputs_from(self, microbatch: int, source: int) -> tuple[_RecvInfo, ...]:
-        """The inputs of a microbatch that come from a stage."""
-        return tuple(info for info in self.args_recv_info[microbatch] if info.source == source)
+        """The inputs of a microbatch that come from a stage, in the order of its outputs, in which it sends them."""
+        received = (info for info in self.args_recv_info[microbatch] if not info.is_root_arg)
+        found = {
+            origin.output: info for origin, info in zip(self.origins, received, strict=True) if origin.stage == source
+        }
+        return tuple(found[output] for output in sorted(found))
 
     def gradients_from(self, microbatch: int, target: int) -> tuple[_RecvInfo, ...]:
         """The gradients that come from a stage; none in an evaluation."""
         if not self.has_backward:
             return ()
         return tuple(info for info in self.grad_recv_info[microbatch] if info.source == target)
+
+    def _outgoing_gradients(self, microbatch: int) -> Outgoing:
+        """List gradients in the order of the outputs of other stages that they are of, in which these receive them."""
+        found = sorted(self._gradients_of_inputs(microbatch), key=lambda each: self.origins[each[0]])
+        return [(tensor, stage) for _, tensor, stage in found]
 
     # On one rank ------------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,10 @@ class StageMessages(StageReceived):
 
     def _outgoing_gradients(self, microbatch: int) -> list[tuple[torch.Tensor, int]]:
         """List the gradients of a microbatch's inputs as they go over the wire, and the stages that they go to."""
+        return [(tensor, stage) for _, tensor, stage in self._gradients_of_inputs(microbatch)]
+
+    def _gradients_of_inputs(self, microbatch: int) -> list[tuple[int, torch.Tensor, int]]:
+        """List which inputs have gradients to send, these as they go over the wire, and the stages."""
         if not self.has_backward or self.is_first:
             return []
         self._check_chunk_id(microbatch)
@@ -178,7 +182,7 @@ class StageMessages(StageReceived):
                 continue
             tensor = self._sendable_gradient(gradient, index, microbatch)
             if tensor is not None:
-                going.append((tensor, stage))
+                going.append((index, tensor, stage))
         return going
 
     def _sendable_gradient(self, gradient: torch.Tensor | None, index: int, microbatch: int) -> torch.Tensor | None:
