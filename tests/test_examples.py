@@ -1,9 +1,11 @@
 """The examples run, and with torch's package in place of ours they print the same losses."""
 
+import json
 from functools import cache
 
 import pytest
 
+import notebooks
 from examples import FOLDER, SHARED, losses_of, losses_with_torch, recorded_losses
 
 pytestmark = pytest.mark.processes
@@ -55,3 +57,33 @@ def test_a_hugging_face_model():
 def test_under_torchrun():
     name, arguments = "one_stage_per_rank.py", ["--schedule", "1F1B"]
     assert losses_of(FOLDER / name, *arguments, launcher="torchrun") == ours(name, *arguments)
+
+
+def test_a_traced_model():
+    texts, losses = _numbers(losses_of(FOLDER / "traced.py"))
+    assert len(texts) == 8
+    assert losses[-1] < losses[0] / 2
+
+
+def test_a_schedule_from_a_file():
+    texts, losses = _numbers(losses_of(FOLDER / "schedule_from_csv.py"))
+    assert len(texts) == 8
+    assert losses[-1] < losses[0] / 2
+
+
+def test_fsdp_and_a_pipeline():
+    texts, losses = _numbers(losses_of(FOLDER / "fsdp_and_pipeline.py", ranks=4))
+    whole_texts, whole = _numbers(losses_of(FOLDER / "fsdp_and_pipeline.py", ranks=2))
+    assert texts == whole_texts
+    assert losses == pytest.approx(whole, rel=1e-4), "two pipelines train as one does"
+
+
+def test_two_hosts_as_one():
+    texts, losses = _numbers(losses_of(FOLDER / "two_hosts.py", ranks=2))
+    assert len(texts) == 8
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_notebook_writes_what_is_kept_in_it():
+    notebook = json.loads((FOLDER / "planner.ipynb").read_text())
+    assert notebooks.run(notebook) == notebooks.kept_outputs(notebook)

@@ -63,6 +63,7 @@ COVERED = [
     "docs/models.md",
     "docs/running.md",
     "docs/training.md",
+    "docs/clusters.md",
     "docs/drop-in.md",
     "docs/verification.md",
     "docs/index.md",
