@@ -31,6 +31,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "plan": ("--quick",),
     "runtime": ("--quick", "--repeats", "3"),
     "dropin": ("--quick", "--repeats", "3"),
+    "tracing": ("--pairs", "100"),
     "skips": (),
     "generation": ("--ranks", "2", "--rounds", "5"),
     "prediction": ("--runs", "3"),

@@ -429,7 +429,7 @@ def test_every_cause_of_idle_time_is_hatched_its_own_way(show, dark):
     costs = Costs(latency=0.6, dispatch=0.5, bandwidth=4, activation_bytes=4)
     timeline = simulate(lower(build("1F1B", ranks=4, microbatches=4)), costs, steps=2)
     page = show(timeline, dark=dark)
-    assert set(timeline.idle_by_cause) == set(CAUSES) - {"lane"}
+    assert set(timeline.idle_by_cause) == set(CAUSES) - {"lane", "sends"}
     samples = page.locator("#causes canvas").evaluate_all("(samples) => samples.map((sample) => sample.toDataURL())")
     assert len(set(samples)) == len(timeline.idle_by_cause)
     said = page.locator("#causes li[title]").evaluate_all("(causes) => causes.map((cause) => cause.title)")

@@ -1,8 +1,9 @@
-"""``penstock compare``: compare every known schedule at one size."""
+"""``penstock compare``: compare every known schedule at one size, or a measured timeline with a predicted one."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ from penstock.cli.source import (
     parse_model,
 )
 from penstock.cli.terminal import Width, terminal
+from penstock.cli.timelines import compare_timelines
 from penstock.schedules.registry import RECIPES
 from penstock.simulation.comparison import Candidate, candidates, rank_candidates
 
@@ -30,12 +32,23 @@ _LARGE = 20_000
 
 
 def compare(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PREDICTED MEASURED]", help="Two timelines to compare instead.", show_default=False),
+    ] = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     costs: CostsFile = None,
     model: ModelName = None,
     memory_limit: Annotated[float | None, typer.Option("--memory-limit", min=0.0, help="Memory of a rank.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with both timelines.")
+    ] = None,
+    save_costs: Annotated[
+        Path | None,
+        typer.Option("--save-costs", metavar="FILE", help="Write the costs of the measured timeline (.toml or .json)."),
+    ] = None,
     width: Width = None,
     machine: Json = False,
 ) -> None:
@@ -48,7 +61,21 @@ def compare(
     better for these costs. The exit code is 1 if no schedule fits.
 
     Example: penstock compare --ranks 8 --microbatches 24 --memory-limit 8
+
+    Given two timelines, what was predicted and what was measured, compare these: time, bubble, what each rank is busy
+    and idle with, and the actions that took longest over their prediction. Simulate with the costs of --save-costs to
+    predict the next run.
+
+    Example: penstock compare predicted.json measured.json --html both.html --save-costs costs.toml
     """
+    if files:
+        compare_timelines(files, html=html, costs=save_costs, console=terminal(width), machine=machine)
+        return
+    if html is not None or save_costs is not None:
+        option = "--html" if html is not None else "--save-costs"
+        raise typer.BadParameter(
+            "is for two timelines: penstock compare predicted.json measured.json", param_hint=option
+        )
     size = (
         DEFAULT_RANKS if ranks is None else ranks,
         DEFAULT_MICROBATCHES if microbatches is None else microbatches,

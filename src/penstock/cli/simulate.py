@@ -30,6 +30,7 @@ from penstock.lowering.pipeline import lower as lowered
 from penstock.simulation.sampling import Samples, simulate_many
 from penstock.simulation.simulate import simulate
 from penstock.simulation.timeline import Timeline
+from penstock.simulation.timeline_json import write_timeline
 from penstock.view.palette import STYLES
 from penstock.view.terminal import draw
 
@@ -65,6 +66,12 @@ def simulate_command(
         list[Path] | None,
         typer.Option("--output", "-o", metavar="FILE", help="Also write a file: .html, .json (a trace), .png or .svg."),
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline", metavar="FILE", help="Also keep the timeline (.json), for penstock compare and view."
+        ),
+    ] = None,
     width: Width = None,
     machine: Json = False,
 ) -> None:
@@ -73,6 +80,8 @@ def simulate_command(
     Example: penstock simulate ZBVZeroBubble --ranks 4 --microbatches 8 -o timeline.html
 
     Example: penstock simulate ZBVZeroBubble --costs costs.toml --fit
+
+    Example: penstock simulate 1F1B --ranks 2 --costs costs.toml --timeline predicted.json
     """
     schedule = schedule_from(source, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     console = terminal(width)
@@ -91,6 +100,8 @@ def simulate_command(
             )  # fmt: skip
     for path in output or []:
         timeline.write(path)
+    if keep is not None:
+        write_timeline(timeline, keep)
     if machine:
         typer.echo(json.dumps(facts(timeline, chance), indent=2))
         return
@@ -98,7 +109,7 @@ def simulate_command(
     console.print()
     console.print(numbers(timeline))
     console.print(Text("\n".join(summary(timeline, chance))), soft_wrap=True)
-    for path in output or []:
+    for path in [*(output or []), *([keep] if keep is not None else [])]:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
 
 

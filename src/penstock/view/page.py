@@ -37,6 +37,7 @@ _SCRIPTS: Final = (
     "lines.js",
     "axis.js",
     "words.js",
+    "focus.js",
     "header.js",
     "controls.js",
     "main.js",

@@ -25,17 +25,35 @@ function runsOf({ timeline, rank }) {
   return { cell, start, end, begin: 0, stop: cell.length, kindOf: (place) => timeline.style[cell[place]] };
 }
 
-function drawWait({ context, layout, brushes, drawn }, row, cause, left, width) {
+function drawWait(canvas, row, cause, left, width) {
+  const { context, layout, brushes, drawn } = canvas;
   context.fillStyle = brushes.patterns[cause];
   context.fillRect(left, row.top, width, layout.bar);
   drawn.waits++;
+  drawCause(canvas, row, canvas.causes[cause], left, width);
+}
+
+/** Write the cause of idle time on its hatch, where there is room. */
+function drawCause(canvas, row, word, left, width) {
+  const { context, layout, brushes } = canvas;
+  const wide = canvas.widthOf(word) + 8;
+  if (layout.bar < 18 || wide + 8 > width) return;
+  context.fillStyle = brushes.paper;
+  context.beginPath();
+  context.roundRect(left + (width - wide) / 2, row.top + layout.bar / 2 - 8, wide, 16, 3);
+  context.fill();
+  context.fillStyle = brushes.ink;
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillText(word, left + width / 2, row.top + layout.bar / 2 + 0.5);
+  canvas.drawn.causes++;
 }
 
 function drawRun(canvas, row, styles, cell, left, width) {
   const { timeline } = row;
   const style = styles[timeline.style[cell]];
   drawBlock(canvas, row, style, left, width);
-  if (width > 15) drawLabel(canvas, row, style, cell, left, width);
+  if (width > 8) drawLabel(canvas, row, style, cell, left, width);
 }
 
 function drawBlock({ context, layout, drawn }, row, style, left, width) {

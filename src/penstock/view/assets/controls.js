@@ -3,6 +3,7 @@
 const KEYS = {
   ArrowLeft: (page) => page.pan(-0.1),
   ArrowRight: (page) => page.pan(0.1),
+  Enter: (page) => page.focus.enter(),
   ArrowUp: (page) => page.scroll(-60),
   ArrowDown: (page) => page.scroll(60),
   "+": (page) => page.zoom(1.5),
@@ -46,7 +47,10 @@ function listen(page) {
 function pressKey(page, event) {
   if (event.ctrlKey || event.metaKey || event.altKey || document.getElementById("keys").open) return;
   const act = KEYS[event.key] ?? KEYS[event.key.toLowerCase()];
-  if (!act || (document.activeElement.matches(".facts") && event.key.startsWith("Arrow"))) return;
+  if (page.focus.pressKey(event)) return;
+  const focused = document.activeElement;
+  if (!act || (focused.matches(".facts") && event.key.startsWith("Arrow"))) return;
+  if (event.key === "Enter" && focused !== page.stage) return;
   event.preventDefault();
   press(page, act);
 }

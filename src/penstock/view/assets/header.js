@@ -30,6 +30,14 @@ function fillHeader(page) {
   Object.assign(document.getElementById("title"), { textContent: title, title });
   fillFigures(page);
   fillLegend(page);
+  fillHelp(page);
+}
+
+/** What the pointer learns from titles is also in the help. */
+function fillHelp({ causes }) {
+  const explained = (term, meaning) => element("div", {}, element("dt", {}, ...term), element("dd", {}, meaning));
+  document.getElementById("meanings").append(...Object.entries(FIGURES).map(([word, meaning]) => explained([word], meaning)));
+  document.getElementById("hatches").append(...causes.map((cause) => explained([sampleOf(cause), ` ${cause}`], MEANINGS[cause])));
 }
 
 /** A row for each timeline; the causes of idle time are columns if there are several timelines, otherwise a separate line. */
@@ -63,7 +71,9 @@ function fillCauses(timeline, causes, shown, sums) {
   if (shown.length) list.append(element("li", {}, "idle:"));
   for (const number of shown) {
     const [sum, share] = idleWords(timeline, sums[number]);
-    list.append(element("li", { title: MEANINGS[causes[number]] }, sampleOf(causes[number]), causes[number], element("b", {}, sum), share));
+    const meaning = MEANINGS[causes[number]];
+    const item = { title: meaning, "aria-label": `${causes[number]}: ${meaning}; ${sum}, ${share}` };
+    list.append(element("li", item, sampleOf(causes[number]), causes[number], element("b", {}, sum), share));
   }
 }
 

@@ -16,6 +16,7 @@ class Page {
     this.paths = this.timelines.map((timeline) => timeline.chain(timeline.edges.last));
     this.widths = new Map();
     this.drawn = { frames: 0 };
+    this.focus = new Focus(this);
     fillHeader(this);
     this.resize();
     listen(this);
@@ -58,7 +59,7 @@ class Page {
     if (window.devicePixelRatio !== this.density) this.resize();
     const { context, layout, density } = this;
     this.scrolled = this.stage.scrollTop;
-    this.drawn = { frames: this.drawn.frames + 1, blocks: 0, waits: 0, labels: 0, points: 0, transfers: 0 };
+    this.drawn = { frames: this.drawn.frames + 1, blocks: 0, waits: 0, labels: 0, causes: 0, points: 0, transfers: 0 };
     context.setTransform(density, 0, 0, density, 0, 0);
     context.fillStyle = this.brushes.paper;
     context.fillRect(0, 0, layout.width, layout.height);
@@ -69,6 +70,7 @@ class Page {
     context.translate(0, this.scrolled);
     drawAxis(this, axis);
     if (this.pointer) drawPointer(this, this.pointer.x);
+    this.focus.place();
     this.drawn.milliseconds = performance.now() - began;
   }
 
@@ -224,7 +226,7 @@ function nextPlace(cell, selected, direction) {
 const page = new Page(JSON.parse(document.getElementById("facts").textContent));
 
 // Read-only state for tests: the times in view; the action under the pointer and the selected one as [timeline, cell];
-// the highlighted cells; what is switched on; how much the last frame drew and how long that took; the height of the
+// the highlighted cells; what is switched on; what has the focus; how much the last frame drew and how long that took; the height of the
 // bars; the column that a time of a rank is in; the position of the middle of an action in the window.
 window.penstock = {
   get range() { return [page.layout.from, page.layout.to]; },
@@ -234,6 +236,7 @@ window.penstock = {
   get dependents() { return page.selected?.dependents ?? []; },
   get critical() { return page.paths; },
   get shown() { return { ...page.shown }; },
+  get focused() { return page.focus.item && { ...page.focus.item, timeline: page.focus.item.timeline.number }; },
   get drawn() { return { ...page.drawn }; },
   get bar() { return page.layout.bar; },
   columnAt(number, rank, time) {

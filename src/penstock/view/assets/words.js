@@ -87,5 +87,5 @@ function statusWords({ selected, critical }, timelines) {
   } else if (critical) {
     said.push("Critical path: the chain of actions that determines the makespan");
   }
-  return said.length ? `${said.join("; ")}.` : "Wheel to zoom, drag to pan, click an action for its chain, ? for all keys.";
+  return said.length ? `${said.join("; ")}.` : "Wheel to zoom, drag to pan, click an action for its chain; Enter to go through it by keys, ? for all keys.";
 }
