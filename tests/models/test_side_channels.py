@@ -156,6 +156,15 @@ def test_a_stored_value_is_refused_with_both_layers(store, kept):
     ps.split(Model(make(), kept), layout=[["layers.0", "layers.1", "layers.2"], ["layers.3"]], example=EXAMPLE)
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_a_value_that_an_earlier_call_has_stored(store):
+    """It is there already, and right for the example."""
+    model = Model(STORES[store][0](), number_of)
+    model(X)
+    with pytest.raises(SplitError, match=r"'layers.2' does not compute on its stage what it computes in the model"):
+        ps.split(model, layout=LAYOUT, example=EXAMPLE)
+
+
 def test_global_state_is_left_as_it_was():
     store = InVariable()
     store.put("before")
@@ -218,6 +227,60 @@ def test_state_that_every_stage_updates():
     whole = CountsFirst()
     for _ in range(3):
         torch.testing.assert_close(stages[1](stages[0](X)), whole(X))
+
+
+class WarmsUp(Chain):
+    """What it counts matters from the tenth call on."""
+
+    def forward(self, x):
+        if self.count >= 10:
+            x = 2 * x
+        self.count += 1.0
+        return super().forward(x)
+
+
+class WarmsUpLate(Chain):
+    def forward(self, x):
+        result = super().forward(2 * x if self.count >= 10 else x)
+        self.count += 1.0
+        return result
+
+
+class WarmsUpByALayer(Chain):
+    class Layer(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = self.Layer(4, 4)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return 2 * x if self.layers[0].calls >= 10 else x
+
+
+class Logs(Chain):
+    """Nothing reads what it keeps."""
+
+    def forward(self, x):
+        result = super().forward(x)
+        self.count = float(result.detach().mean())
+        return result
+
+
+def test_a_number_that_matters_later():
+    for model in (WarmsUp(), Logs()):
+        stages = ps.split(model, layout=LAYOUT, example=EXAMPLE).stages()
+        for _ in range(12):
+            torch.testing.assert_close(stages[1](stages[0](X)), model(X))
+    with pytest.raises(SplitError, match=r"stage 0 reads count, .* it is 0\.0 there, and 2\.0 in the model"):
+        ps.split(WarmsUpLate(), layout=LAYOUT, example=EXAMPLE)
+    with pytest.raises(SplitError, match=r"stage 1 reads layers\.0\.calls, but does not run all"):
+        ps.split(WarmsUpByALayer(), layout=LAYOUT, example=EXAMPLE)
 
 
 class ReadsIntegers(Chain):

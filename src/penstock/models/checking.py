@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import SplitError
 from penstock.execution.preserved_state import preserved_state
 from penstock.models.dummies import INTEGERS
+from penstock.models.numbers import changed_numbers, note_reads, numbers_of, outdated
 from penstock.models.outside_state import OutsideState, changes, expand, places_in
 from penstock.models.self_check import (
     Outside,
@@ -19,6 +20,7 @@ from penstock.models.self_check import (
     make_channel_error,
     make_error,
     make_integer_error,
+    make_number_error,
     make_state_error,
     run_stages,
 )
@@ -32,12 +34,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from penstock.ir.edges import Edge
+    from penstock.models.inputs import Example
 
 #: What integer dummies are in the calls of a check: a model that reads them computes something else in one of these.
 _INTEGERS: Final = (0, 1)
+#: What floating-point inputs are multiplied by in the second call.
+_OTHER: Final = 0.75
 #: The name of no unit: with it, no dummy is NaN.
 _NO_UNIT: Final = "(none)"
 _SECOND: Final = "in a second call"
+_FAILS: Final = "it fails with"
 
 
 class Stages(NamedTuple):
@@ -57,21 +63,25 @@ class Stages(NamedTuple):
 
 
 class SplitCheck:
-    """Compares stages with their model on one example, in two calls: state may go from one call to the next."""
+    """Compares stages with their model in two calls: state may go from one call to the next.
+
+    The second call has other inputs than the first, unless the model refuses them: a value that a layer has stored may
+    be there from an earlier call with the same ones.
+    """
 
     def __init__(self, model: nn.Module, stages: Stages, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._model = model
         self._stages = stages
-        self._args = args
-        self._kwargs = kwargs
+        self._calls: list[Example] = [(args, kwargs), _change((args, kwargs))]
         self._outside = OutsideState(model)
+        self._changed: dict[str, Any] = {}
 
     def run(self) -> None:
         """Raise SplitError that names the module whose value is missing."""
-        expected = self._run_model()
         names = ["", *(name for stage in self._stages.layout for name in stage), *self._stages.glue]
-        difference = self._difference(names, expected)
+        expected, difference = self._compare(names)
         if difference is None:
+            self._check_numbers(names)
             return
         is_second = difference.startswith(_SECOND)
         if (is_second or "IndexError" in difference) and self._difference(names, expected, (0, 0)) is None:
@@ -85,6 +95,20 @@ class SplitCheck:
             raise make_channel_error(*channel, difference)
         raise make_state_error(self._find_state(), difference) if is_second else make_error(culprit, difference)
 
+    def _compare(self, poison: Collection[str]) -> tuple[list[Any], str | None]:
+        """Return what the model returns, and in what the stages differ.
+
+        Both calls have the same inputs if the other ones lead to a failure: it would be noticed in training, too.
+        """
+        with suppress(Exception):
+            expected = self._run_model()
+            difference = self._difference(poison, expected)
+            if difference is None or not difference.startswith(_FAILS):
+                return expected, difference
+        self._calls[1] = self._calls[0]
+        expected = self._run_model()
+        return expected, self._difference(poison, expected)
+
     def _difference(
         self, poison: Collection[str], expected: Sequence[Any], integers: tuple[int, int] = _INTEGERS
     ) -> str | None:
@@ -94,7 +118,7 @@ class SplitCheck:
         except SplitError:
             raise
         except Exception as error:  # from the model's own code, which has met what it should not have read
-            return f"it fails with {type(error).__name__}: {error}"
+            return f"{_FAILS} {type(error).__name__}: {error}"
         first, second = (find_difference(*pair) for pair in zip(found, expected, strict=True))
         return f"{_SECOND}, {second}" if first is None and second is not None else first
 
@@ -117,8 +141,10 @@ class SplitCheck:
             model = copy_tree(self._model)
             if watch is not None:
                 watch(model)
-            calls = [self._inputs() for _ in _INTEGERS]
-            return [model(*args, **kwargs) for args, kwargs in calls]
+            before = numbers_of(model)
+            results = [model(*args, **kwargs) for args, kwargs in self._inputs()]
+            self._changed = changed_numbers(before, numbers_of(model))
+            return results
 
     def _run_stages(
         self,
@@ -133,14 +159,30 @@ class SplitCheck:
                 for stage, module in modules.items():
                     watch(stage, module)
             outside, results = Outside(self._outside), []
-            for number in integers:
-                args, kwargs = self._inputs()
+            for number, (args, kwargs) in zip(integers, self._inputs(), strict=True):
                 token = INTEGERS.set(number)
                 try:
                     results.append(run_stages(modules, self._stages.edges, args, kwargs, outside))
                 finally:
                     INTEGERS.reset(token)
             return results
+
+    def _check_numbers(self, poison: Collection[str]) -> None:
+        """Refuse stages that read a number of a module without changing it as the model does: it may matter later."""
+        if not self._changed:
+            return
+        modules: dict[int, nn.Module] = {}
+        self._run_stages(poison, watch=modules.__setitem__)
+        stale = {stage: outdated(self._changed, numbers_of(module)) for stage, module in modules.items()}
+        read: list[tuple[int, str]] = []
+
+        def watch(stage: int, module: nn.Module) -> None:
+            note_reads(module, stale[stage], lambda name: read.append((stage, name)))
+
+        if any(stale.values()):
+            self._run_stages(poison, watch=watch)
+        for stage, name in read:
+            raise make_number_error(stage, name, *stale[stage][name])
 
     def _find_channel(self) -> tuple[str, str, str] | None:
         """Find two units of which one stores a value that the other misses."""
@@ -160,20 +202,30 @@ class SplitCheck:
             observed = Observed()
             observed.watch(model, [name for stage in self._stages.layout for name in stage], stores=True)
             before = [(place, place.read()) for place in expand(places_in(model))]
-            args, kwargs = self._inputs()
+            args, kwargs = next(self._inputs())
             model(*args, **kwargs)
             stored = {place for places in observed.stored.values() for place in places}
             return [place for place in dict.fromkeys(changes(before)) if place not in stored]
 
-    def _inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return copies of the example: a call may change its arguments."""
-        copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            torch.Tensor, torch.clone, (self._args, self._kwargs)
-        )
-        return copies
+    def _inputs(self) -> Iterator[Example]:
+        """Yield copies of the inputs of both calls: a call may change its arguments."""
+        for call in self._calls:
+            yield pytree.tree_map_only(torch.Tensor, torch.clone, call)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        device = next((tensor.device for tensor in tensors_of((self._args, self._kwargs))), torch.device("cpu"))
+        device = next((tensor.device for tensor in tensors_of(self._calls)), torch.device("cpu"))
         with preserved_state(self._model, device):
             yield
+
+
+def _change(example: Example) -> Example:
+    """Return other inputs that a model is likely to take: smaller numbers, and the same integers in other places."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor * _OTHER
+        return tensor.roll(1, -1) if tensor.ndim else tensor
+
+    changed: Example = pytree.tree_map_only(torch.Tensor, change, example)
+    return changed

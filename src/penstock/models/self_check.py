@@ -115,6 +115,16 @@ def make_integer_error(difference: str) -> SplitError:
     )
 
 
+def make_number_error(stage: int, name: str, found: Any, expected: Any) -> SplitError:
+    """Return the error for a number of a module that a stage reads, while only other stages change it."""
+    return SplitError(
+        f"stage {stage} reads {name}, but does not run all of the code that changes it: after two calls it is "
+        f"{found!r} there, and {expected!r} in the model; return it from a layer as a tensor, or change it in the "
+        "training loop",
+        unit=name,
+    )
+
+
 def make_state_error(places: Sequence[str], difference: str) -> SplitError:
     """Return the error for state outside the units that a later call finds, and that only some stages update."""
     return SplitError(
