@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from models.tracing.traced_models import WIDTH, numbers
 from penstock.errors import StageError
@@ -271,3 +274,50 @@ def test_a_module_that_was_replaced(one_gloo_rank):
     stages[1].submod = nn.Identity()
     with pytest.raises(StageError, match="module of stage 1 no longer has the parameter 'gain'"):
         step(schedule, stages, 0)
+
+
+# Stages with replicas
+
+
+def with_ddp(module, replicas):
+    return DistributedDataParallel(module, process_group=replicas.get_group())
+
+
+def with_fsdp(module, replicas):
+    return fully_shard(module, mesh=replicas)
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train_replicas(rank, ranks, wrap):
+    """Two replicas of a pipeline, each with a batch; returns how far gradients are from those of both batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "pipeline"))
+    replica, place = mesh.get_coordinate()
+    whole = make()
+    _, stages = of_rank(place, 2, whole, mesh.get_group("pipeline"))
+    for stage in stages:
+        stage.submod = wrap(stage.submod, mesh["replica"])
+    schedule = make_schedule(Schedule1F1B, stages)
+    optimizers = [torch.optim.AdamW(each, lr=0.1) for each in (whole.parameters(), parameters(stages).values())]
+    worst = 0.0
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for seed in (2 * number, 2 * number + 1):
+            run_whole(whole, seed)
+        for parameter in whole.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad / 2
+        step(schedule, stages, 2 * number + replica)
+        for (_, name), parameter in parameters(stages).items():
+            expected = whole.get_parameter(name.removeprefix("module."))
+            worst = max(worst, float((full(parameter.grad) - expected.grad).abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+    return worst
+
+
+@pytest.mark.parametrize("wrap", [with_ddp, with_fsdp])
+def test_copies_in_stages_with_replicas(workers, wrap):
+    assert max(workers.run(train_replicas, wrap, ranks=4)) < 1e-12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,6 @@ from penstock.pipelining._utils import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
     import torch.distributed as dist
 
     from penstock.pipelining._utils import _StageBackwardMeta, _StageForwardMeta
@@ -68,7 +68,7 @@ class _PipelineStage(LinkedStage):
         self._inputs = wiring.inputs[stage_index]
         self.origins = tuple(value for value in self._inputs if isinstance(value, Origin))
         self.edges = wiring.edges
-        inside = getattr(stage_module, "graph", fx.Graph()).nodes
+        inside = _graph_of(stage_module).nodes
         #: Arguments of the model that this stage does not take.
         self._foreign = _placeholders(pipe_info.graph.nodes) - _placeholders(inside)
         logger.info("[%s] stage %s is %s", self.group_rank, stage_index, self.name)
@@ -148,7 +148,7 @@ class _PipelineStage(LinkedStage):
 
     def _create_act_recv_info(self) -> tuple[_RecvInfo, ...]:
         """Describe the inputs of a microbatch: arguments of the model, and what comes from other stages."""
-        graph: fx.Graph = self.submod.graph
+        graph = _graph_of(self.submod)
         inside = [node for node in graph.nodes if node.op == "placeholder"]
         return tuple(self._received(node, origin) for node, origin in zip(inside, self._inputs, strict=True))
 
@@ -189,7 +189,7 @@ class _PipelineStage(LinkedStage):
         return found
 
     def _get_output_node(self) -> fx.Node:
-        graph: fx.Graph = self.submod.graph
+        graph = _graph_of(self.submod)
         nodes = [node for node in graph.nodes if node.op == "output"]
         if len(nodes) != 1:
             raise PipeliningMetadataError(
@@ -213,6 +213,14 @@ class _PipelineStage(LinkedStage):
         self._gradient_outputs = tuple(numbers)
         self._stage_meta.output_grads = tuple(metas)
         return tuple(infos)
+
+
+def _graph_of(module: torch.nn.Module) -> fx.Graph:
+    """Return the graph of a module, or of the one that it wraps, as ``DistributedDataParallel`` does."""
+    while not hasattr(module, "graph") and isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        module = inner
+    graph: fx.Graph = getattr(module, "graph", fx.Graph())
+    return graph
 
 
 def _placeholders(nodes: Iterable[fx.Node]) -> set[str]:
