@@ -45,6 +45,7 @@ def test_every_process_gets_ours_and_the_losses_are_torchs():
     assert "penstock" not in nothing
 
 
+@pytest.mark.full  # docs/drop-in.md has a shorter one
 def test_under_torchrun():
     text, notice = run("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "penstock.dropin", PROGRAM)
     assert losses(text) == losses(run(*OURS)[0])
