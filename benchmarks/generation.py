@@ -9,8 +9,8 @@ weights:
 - ``unsplit``: the model's own ``generate`` on rank 0, with all sequences as one batch, while the other ranks wait.
 
 The goal is about the time that ranks wait for each other, so there is one sequence for each microbatch: several of them
-in one microbatch cost less than one by one, on any number of ranks. That case is printed, too. With more ranks than
-cores, a pipeline can at best be as much faster as there are cores, and the goal is that much lower.
+in one microbatch cost less than one by one, on any number of ranks. That case is printed, too. If ranks share cores,
+nothing is judged: a pipeline can at best be as much faster as there are cores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import gc
 import os
 import time
 from random import Random
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.models.split import Split
 
 IN_FLIGHT, NAIVE, UNSPLIT = "in flight", "naive", "unsplit"
-#: Of as many times the naive pipeline as there are ranks with a core of their own.
+#: Of as many times the naive pipeline as there are ranks.
 SHARE = 0.8
 VOCABULARY = 2048
 
@@ -161,8 +160,8 @@ def raced(rank: int, tell: Callable[[str], None], size: Size, counts: list[int])
     return seconds
 
 
-def show(seconds: dict[tuple[str, int], list[float]], size: Size, ranks: int, cores: int, counts: list[int]) -> Goal:
-    """Print a table; returns the goal."""
+def show(seconds: dict[tuple[str, int], list[float]], size: Size, ranks: int, counts: list[int]) -> float:
+    """Print a table; returns how many times as fast as the naive pipeline it is, with a sequence for each rank."""
     print(f"{'':12} {'sequences':>9}  {'tokens per second, median (quartiles)':40} in flight is faster by")
     for count in counts:
         for name in (IN_FLIGHT, NAIVE, UNSPLIT):
@@ -170,14 +169,12 @@ def show(seconds: dict[tuple[str, int], list[float]], size: Size, ranks: int, co
             gain = "" if name == IN_FLIGHT else str(ratios(seconds[name, count], seconds[IN_FLIGHT, count]))
             text = f"{speeds.middle:7.1f} ({speeds.low:.1f} to {speeds.high:.1f})"
             print(f"{name:12} {count:9}  {text:40} {gain}")
-    figure = median(naive / mine for naive, mine in zip(seconds[NAIVE, ranks], seconds[IN_FLIGHT, ranks], strict=True))
-    at_once = min(ranks, cores)
-    print(f"{figure / at_once:.2f} of {at_once} times the naive pipeline, with {ranks} sequences\n", flush=True)
-    return Goal(f"generate over a naive pipeline, {ranks} ranks", figure, SHARE * at_once, at_least=True)
+    print(flush=True)
+    return ratios(seconds[NAIVE, ranks], seconds[IN_FLIGHT, ranks]).middle
 
 
 def main() -> None:
-    """Print a table for each number of ranks; exit with 1 if a goal is missed."""
+    """Print a table for each number of ranks; exit with 1 if the goal is missed where ranks have a core each."""
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, action="append", help="by default 2 and 4; may be repeated")
     parser.add_argument("--layers", type=int, default=8)
@@ -190,10 +187,13 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     goals = []
     for ranks in given.ranks or (2, 4):
-        shared = f"{cores} cores are shared" if ranks > cores else "a core each"
+        shared = f"{cores} cores are shared, nothing is judged" if ranks > cores else "a core each"
         print(f"{ranks} ranks, {shared}; {size}\n", flush=True)
         counts = [ranks, 4 * ranks]
-        goals.append(show(on_ranks(ranks, raced, size, counts)[0], size, ranks, cores, counts))
+        figure = show(on_ranks(ranks, raced, size, counts)[0], size, ranks, counts)
+        if ranks <= cores:
+            goal = Goal(f"generate over a naive pipeline, {ranks} ranks", figure, SHARE * ranks, at_least=True)
+            goals.append(goal)
     finish(goals, given.goals)
 
 
