@@ -51,7 +51,7 @@ from penstock.runtime.transport.failure_messages import pipeline_failed_error
 from penstock.verification.check import verify as prove
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 
     from penstock.execution.channel import Progress
     from penstock.execution.native_operations import NativeOperations
@@ -140,6 +140,7 @@ class Engine:
         batch_loss: the loss of the last batch, where its losses are.
         split: what the stages are from, if they are from a split.
         counter: counts training steps, and how long they wait.
+        settlers: called before parameters are used: each completes a step of an optimizer that has yet to be validated.
     """
 
     def __init__(
@@ -173,6 +174,7 @@ class Engine:
         self.trace: Trace | None = None
         self.judges_loss = True
         self.counter = StepCounter()
+        self.settlers: list[Callable[[], None]] = []
         self.shares_tokens = False
         self.batch_loss: torch.Tensor | None = None
         self._shares: Sequence[float] = ()
@@ -282,6 +284,11 @@ class Engine:
         if self.recording is not None:
             self.recording.use(lowered)
 
+    def settle(self) -> None:
+        """Validate the last steps of optimizers."""
+        for settle in self.settlers:
+            settle()
+
     def close(self) -> None:
         """Let go of connections and threads."""
         self.programs.clear()
@@ -289,8 +296,13 @@ class Engine:
 
     # A step ---------------------------------------------------------------------------------------------------------
 
-    def begin_call(self, call: str) -> None:
-        """Begin a call, unless the pipeline has failed. Ranks that wait for this one report which call it is in."""
+    def begin_call(self, call: str, *, settles: bool = True) -> None:
+        """Begin a call, unless the pipeline has failed. Ranks that wait for this one report which call it is in.
+
+        One that `settles` uses the parameters, so that the steps of optimizers must be validated.
+        """
+        if settles:
+            self.settle()
         self.transport.progress.call = call
         failure = self.transport.failure(max_age=_ASKED_EVERY)
         if failure is not None:

@@ -21,6 +21,7 @@ from penstock.runtime.parity import Parity, check_parity
 from penstock.runtime.program_cache import INFERRED
 from penstock.runtime.recording import Recording
 from penstock.runtime.setup_checks import check_schedule
+from penstock.runtime.shared_values import broadcast, gather
 from penstock.runtime.trace import wants_trace
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.threads import thread_transports
@@ -403,6 +404,34 @@ class Pipeline:
                 unscaled=engine.ties.borrowed,
             )
 
+    def broadcast(self, values: Any = None, *, rank: int | None = None) -> Any:
+        """Share plain data of one rank with all, e.g. metrics of the outputs that the last stage returned.
+
+        All ranks call it, and wait for that one.
+
+        Args:
+            values: numbers, text, tensors, or lists and mappings of them with text as keys; ignored on other ranks.
+            rank: whose; by default that of the last stage.
+
+        Returns:
+            The values as plain data on every rank, with tensors as numbers or lists.
+        """
+        engine = self._engine
+        engine.begin_call("broadcast()", settles=False)
+        source = engine.schedule.placement.rank_of[-1] if rank is None else rank
+        with engine.failures:
+            return broadcast(values, source, engine.transport)
+
+    def gather(self, values: Any) -> list[Any]:
+        """Share plain data of every rank with all; returns what each has passed, in the order of ranks.
+
+        All ranks call it, and wait for each other. Values are like those of ``broadcast``.
+        """
+        engine = self._engine
+        engine.begin_call("gather()", settles=False)
+        with engine.failures:
+            return gather(values, engine.transport)
+
     def use(self, schedule: Schedule) -> None:
         """Switch to another schedule between two steps. All ranks call it with the same one, as they call ``step``.
 
@@ -481,6 +510,8 @@ class Pipeline:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and not isinstance(error, StepError):
             self.transport.fail(describe_failure(error, self.rank))  # or the others would wait for this rank
+        if error is None:
+            self._engine.settle()
         self.close()
 
     def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.errors import RunError
+from penstock.errors import RunError, StageError
 from penstock.runtime.grad_clipping import parameters_of, report_norm, scale_gradients, without
 from penstock.runtime.optimizers.agreement import make_together
+from penstock.runtime.optimizers.backup import check_reversible
 from penstock.runtime.optimizers.making import Kind, make_optimizer, name_group
 from penstock.runtime.optimizers.policy import Policy
+from penstock.runtime.optimizers.trial import Trial
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.runtime.optimizers.making import Made
     from penstock.runtime.optimizers.policy import Verdict
     from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.transport.protocol import Announcement
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -52,6 +55,10 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: scale the gradients of a step down to this norm, over all stages, as ``pipe.clip_grad_norm_`` does.
         norm_type: the order of the norm.
         skip_nonfinite: leave out a step, on all ranks, if the norm of all gradients is not a finite number.
+        post_validate: do not wait for the gradients of other ranks before a step, but before the parameters are used
+            next; undo the step if it turns out that gradients must be clipped or the step skipped. The result is the
+            same. It takes memory for a copy of the parameters and of what the optimizer keeps, which must be one of
+            torch's. Call ``validate`` before you read parameters yourself.
         **options: the options of all groups, e.g. ``lr=1e-3``.
 
     Attributes:
@@ -67,6 +74,7 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
+        post_validate: bool = False,
         **options: Any,
     ) -> None:
         # Not the constructor of the base class: what that sets up is the wrapped optimizer's.
@@ -74,7 +82,11 @@ class Optimizer(torch.optim.Optimizer):
         engine.begin_call("Optimizer(...)")
 
         def make() -> Made:
-            return make_optimizer(engine, kind, groups, options, Policy.read(max_norm, norm_type, skip_nonfinite))
+            policy = Policy.read(max_norm, norm_type, skip_nonfinite)
+            made = make_optimizer(engine, kind, groups, options, policy)
+            if post_validate:
+                _check_post_validation(made)
+            return made
 
         made = make_together(make, engine)
         self.wrapped = made.optimizer
@@ -82,6 +94,11 @@ class Optimizer(torch.optim.Optimizer):
         self._policy = made.policy
         self._verdict: Verdict | None = None
         self._members = sorted(set(engine.schedule.placement.rank_of))
+        self._trial: Trial | None = None
+        # Threads that share a tied parameter would see it before the step is validated.
+        if post_validate and not engine.ties.has_borrowed:
+            self._trial = Trial(made.optimizer, parameters_of(engine.stages), made.policy)
+            engine.settlers.append(self.validate)
 
     @property
     def grad_norm(self) -> float | None:
@@ -89,12 +106,20 @@ class Optimizer(torch.optim.Optimizer):
 
         It is None without ``max_norm`` and ``skip_nonfinite``, and on a rank without stages.
         """
+        self.validate()
         return None if self._verdict is None else self._verdict.norm
 
     @property
     def skipped(self) -> bool:
         """Whether the last step was left out, because the norm of the gradients was not finite."""
+        self.validate()
         return self._verdict is not None and self._verdict.skips
+
+    @property
+    def rollbacks(self) -> int:
+        """How many steps of this rank were undone, because gradients of other ranks changed what to do."""
+        self.validate()
+        return 0 if self._trial is None else self._trial.rollbacks
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # it does not evaluate the model
@@ -104,17 +129,33 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.begin_call("optimizer.step()")
         with engine.counter.count(engine.transport.progress), engine.failures:
-            if self._policy.needs_norm and engine.stages:
-                self._verdict = self._judge()
-                self._apply(self._verdict)
-            else:
+            if not (self._policy.needs_norm and engine.stages):
                 self.wrapped.step()
+                return
+            announced = self._announce_norm()
+            # After one step that was clipped or skipped, the next one is likely to be as well.
+            is_likely_plain = self._verdict is None or self._verdict.is_plain
+            if self._trial is not None and is_likely_plain and self._trial.step(announced):
+                return
+            self._verdict = self._policy.judge(announced.collect())
+            self._apply(self._verdict)
 
-    def _judge(self) -> Verdict:
+    def validate(self) -> None:
+        """Wait until the last step is known to be right, or undo it and take the right one.
+
+        Calls of the pipeline, and of this optimizer, do so by themselves.
+        """
+        engine, trial = self._engine, self._trial
+        if trial is not None and trial.is_pending:
+            engine.transport.progress.call = "optimizer.step()"
+            with engine.counter.count(engine.transport.progress), engine.failures, torch.no_grad():
+                self._verdict = trial.validate(self._apply)
+
+    def _announce_norm(self) -> Announcement:
         engine, ties = self._engine, self._engine.ties
         parameters = parameters_of(engine.stages)
         report = report_norm(without(parameters, ties.uncounted), parameters, self._policy.norm_type)
-        return self._policy.judge(engine.transport.announce("norm", report, self._members).collect())
+        return engine.transport.announce("norm", report, self._members)
 
     def _apply(self, verdict: Verdict) -> None:
         if verdict.factor is not None:
@@ -125,6 +166,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of all parameters, or set them to zero."""
+        if not set_to_none:
+            self.validate()  # which may need them
         self.wrapped.zero_grad(set_to_none)
 
     # What the wrapped optimizer has ---------------------------------------------------------------------------------
@@ -137,6 +180,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]  # loading a state replaces it
         """What the optimizer keeps for each parameter."""
+        self.validate()
         return self.wrapped.state
 
     @property
@@ -146,14 +190,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Get the state and the options, as torch does."""
+        self.validate()
         return self.wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state and the options of ``state_dict``."""
+        self.validate()
         self.wrapped.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of this rank's stages."""
+        self.validate()
         has_names = any("param_names" in group for group in self.param_groups)
         self.wrapped.add_param_group(name_group(param_group, self._engine) if has_names else param_group)
 
@@ -186,3 +233,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self.wrapped!r}"
+
+
+def _check_post_validation(made: Made) -> None:
+    """Refuse post-validation where there is nothing to validate, or a step could not be undone."""
+    if not made.policy.needs_norm:
+        raise StageError(
+            "post_validate=True needs max_norm or skip_nonfinite=True: without them no step waits for other ranks"
+        )
+    check_reversible(made.optimizer)

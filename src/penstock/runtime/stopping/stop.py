@@ -120,7 +120,7 @@ class Stop:
             self._next += reports[0].calls
             self._decide([report.wish for report in reports])
         if self._reason is None and self._calls == self._next:
-            self._engine.begin_call(_CALL)
+            self._engine.begin_call(_CALL, settles=False)
             self._announced = announce(_REPORT.pack(self._wish, self._interval()))
 
     def _decide(self, wishes: Sequence[int]) -> None:

@@ -48,6 +48,11 @@ class Ties:
         """Those of them that another rank of this process takes care of."""
         return [place.parameter for place in self._agreement.borrowed]
 
+    @property
+    def has_borrowed(self) -> bool:
+        """Whether ranks are threads that share a parameter."""
+        return self._agreement.has_borrowed
+
     def begin_step(self) -> None:
         """Set the gradients of earlier steps aside."""
         for tie in self._agreement.local:
