@@ -35,6 +35,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "skips": (),
     "generation": ("--ranks", "2", "--rounds", "5"),
     "prediction": ("--runs", "3"),
+    "checkpoints": ("--rounds", "4"),
     "planned": ("--ranks", "2", "--rounds", "15"),
 }
 

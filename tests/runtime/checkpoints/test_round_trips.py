@@ -140,14 +140,20 @@ def test_another_layout_goes_on_bit_for_bit(workers, runs, first, second):
         assert losses == expected[: len(losses)]
 
 
+def data_bytes(path):
+    """How many bytes follow the header."""
+    data = path.read_bytes()
+    return len(data) - 8 - int.from_bytes(data[:8], "little")
+
+
 def test_every_tensor_is_written_once(runs):
     for world in ("2x1", "2x1 fsdp 2", "2x2 ddp 2", "1x1 hsdp 2x2"):
         folder, _ = runs(world)
-        data = sum(path.stat().st_size for path in (folder / "step-3").glob("*.safetensors"))
+        data = sum(map(data_bytes, (folder / "step-3").glob("*.safetensors")))
         model = build()
         elements = sum(parameter.numel() for parameter in model.parameters())
         buffers = sum(buffer.numel() for buffer in model.buffers())
-        assert 0 <= data - 8 * (3 * elements + buffers) < 40_000  # headers, and the steps of AdamW
+        assert 0 < data - 8 * (3 * elements + buffers) < 1000  # the steps of AdamW
 
 
 def test_torch_reads_the_files_and_needs_no_process_group(runs):

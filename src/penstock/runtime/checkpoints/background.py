@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+logger = logging.getLogger(__name__)
 #: How nice the thread is to others, from 0 to 19.
 _NICENESS: Final = 19
 
@@ -69,7 +70,7 @@ class Saving:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux, of this thread alone
         self._write(write)
         if self._error is not None:
-            print(f"penstock: {self.path} could not be saved: {self._error}", file=sys.stderr)  # noqa: T201
+            logger.error("%s could not be saved: %s", self.path, self._error)
 
     def _write(self, write: Callable[[], None]) -> None:
         try:

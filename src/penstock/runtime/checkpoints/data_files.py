@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.direct_writes import PAGE, write_all, write_memory
 from penstock.runtime.checkpoints.encoding import bytes_of, dtype_name
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ _TYPES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-#: How much is written by one call, so that other threads of the process get their turn.
-_PORTION: Final = 1 << 24
+#: After how many bytes the thread offers its core to others.
+_PORTION: Final = 1 << 20
+_give_way: Final = getattr(os, "sched_yield", lambda: None)
 
 
 class Piece(NamedTuple):
@@ -94,24 +96,33 @@ def in_order(pieces: Sequence[Piece]) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (-piece.tensor.element_size(), piece.key))
 
 
-def write_pieces(path: Path, pieces: Sequence[Piece]) -> list[Chunk]:
-    """Write sorted pieces to a file; returns when they are on disk."""
+def write_pieces(path: Path, pieces: Sequence[Piece], memory: memoryview | None = None) -> list[Chunk]:
+    """Write sorted pieces to a file; returns when they are on disk.
+
+    Args:
+        path: the file.
+        pieces: what to write.
+        memory: where they are, one behind the other, if they are so: then the disk reads them from there.
+    """
     header = _header(pieces)
+    at, chunks = len(header), []
     try:
         with path.open("wb", buffering=0) as file:
-            file.write(header)
-            at, chunks = len(header), []
+            write_all(file.fileno(), memoryview(header))
             for piece in pieces:
                 data = bytes_of(piece.tensor, piece.name)
                 checksum = 0
                 for begin in range(0, len(data), _PORTION):
-                    portion = data[begin:][:_PORTION]
-                    checksum = zlib.crc32(portion, checksum)
-                    _write_all(file.fileno(), portion)
-                sizes = tuple(piece.tensor.shape)
-                name = dtype_name(piece.tensor.dtype)
+                    checksum = zlib.crc32(data[begin:][:_PORTION], checksum)
+                    if memory is None:
+                        write_all(file.fileno(), data[begin:][:_PORTION])
+                    # Even a thread of the lowest priority keeps a core for milliseconds after another one needs it.
+                    _give_way()
+                name, sizes = dtype_name(piece.tensor.dtype), tuple(piece.tensor.shape)
                 chunks.append(Chunk(piece.name, name, piece.shape, piece.offsets, sizes, at, at + len(data), checksum))
                 at += len(data)
+            if memory is not None:
+                write_memory(path, memory, len(header), at)
             os.fsync(file.fileno())
     except OSError as error:
         raise cannot_write(path, error) from error
@@ -164,10 +175,5 @@ def _header(pieces: Sequence[Piece]) -> bytes:
         entries[piece.key] = {"dtype": _TYPES[kind], "shape": list(piece.tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(len(text) + 8) % PAGE)  # what follows begins with a page, as disks like it
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(file: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(file, data) :]

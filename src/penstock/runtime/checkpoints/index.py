@@ -53,17 +53,17 @@ class SavedTensor:
         name: its name.
         dtype: the name of its element type.
         shape: its shape.
-        chunks: its parts, each with the rank that has written it.
+        chunks: its parts by their offsets, each with the rank that has written it.
     """
 
     def __init__(self, first: Chunk) -> None:
         self.name, self.dtype, self.shape = first.name, first.dtype, tuple(first.shape)
-        self.chunks: list[tuple[int, Chunk]] = []
+        self.chunks: dict[tuple[int, ...], tuple[int, Chunk]] = {}
 
     def check(self) -> None:
         """Check that the parts are of one tensor, and all of it."""
-        found = sum(math.prod(chunk.sizes) for _, chunk in self.chunks)
-        alike = all((chunk.dtype, tuple(chunk.shape)) == (self.dtype, self.shape) for _, chunk in self.chunks)
+        found = sum(math.prod(chunk.sizes) for _, chunk in self.chunks.values())
+        alike = all((chunk.dtype, tuple(chunk.shape)) == (self.dtype, self.shape) for _, chunk in self.chunks.values())
         if not alike or found != math.prod(self.shape):
             raise CheckpointError(
                 f"{self.name} has shape {list(self.shape)}, but its parts have {found} elements; were all ranks of all "
@@ -89,7 +89,8 @@ class Checkpoint:
         found: dict[str, SavedTensor] = {}
         for rank, index in enumerate(self.ranks):
             for chunk in index.chunks:
-                found.setdefault(chunk.name, SavedTensor(chunk)).chunks.append((rank, chunk))
+                tensor = found.setdefault(chunk.name, SavedTensor(chunk))
+                tensor.chunks[tuple(chunk.offsets)] = rank, chunk
         for tensor in found.values():
             tensor.check()
         return found

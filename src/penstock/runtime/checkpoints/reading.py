@@ -54,7 +54,8 @@ class CheckpointReader(StorageReader):
         found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._checkpoint.values}
         for name, tensor in self._checkpoint.tensors.items():
             chunks = [
-                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for _, chunk in tensor.chunks
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for _, chunk in tensor.chunks.values()
             ]
             kind = TensorProperties(dtype=dtype_from(tensor.dtype))
             found[name] = TensorStorageMetadata(kind, torch.Size(tensor.shape), chunks)
@@ -87,11 +88,10 @@ class CheckpointReader(StorageReader):
         return done
 
     def _find_chunk(self, item: ReadItem) -> tuple[int, Any]:
-        offset = tuple(item.storage_index.offset or ())
-        for rank, chunk in self._checkpoint.tensors[item.storage_index.fqn].chunks:
-            if tuple(chunk.offsets) == offset or not offset:
-                return rank, chunk
-        raise CheckpointError(f"{self._checkpoint.path} has no part of {item.storage_index.fqn} at {list(offset)}")
+        name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        if offset not in self._checkpoint.tensors[name].chunks:
+            raise CheckpointError(f"{self._checkpoint.path} has no part of {name} at {list(offset)}")
+        return self._checkpoint.tensors[name].chunks[offset]
 
     def _bytes_of(self, name: str) -> io.BytesIO:
         """Put a value into the form in which a planner of torch takes it."""

@@ -50,10 +50,12 @@ class Company(NamedTuple):
     Attributes:
         channel: connects them; its ranks are in the order of the default group.
         replica: which replica of the pipeline this is, in each of the groups that hold shards or replicas.
+        is_complete: whether all replicas are among them; some wrappers know theirs only after the first step.
     """
 
     channel: StoreChannel
     replica: list[int]
+    is_complete: bool = True
 
 
 def connect_replicas(engine: Engine) -> Company:
@@ -66,14 +68,16 @@ def connect_replicas(engine: Engine) -> Company:
     if not engine.state_names().has_replicas:
         return Company(channel_over(transport.open_store(_NAME), transport.rank, transport.ranks), [])
     place = _find_place(engine)
+    if place is None:
+        return Company(channel_over(transport.open_store(_NAME), transport.rank, transport.ranks), [], False)
     assert dist.group.WORLD is not None
     store = PrefixStore(f"penstock/{_NAME}/{place.identity}", clone_connection(dist.group.WORLD.get_group_store()))
     members = _find_members(store, place.replicas * transport.ranks)
     return Company(channel_over(store, members.index(dist.get_rank()), len(members)), place.coordinate)
 
 
-def _find_place(engine: Engine) -> _Place:
-    """Agree with the replicas on a number that is theirs alone."""
+def _find_place(engine: Engine) -> _Place | None:
+    """Agree with the replicas on a number that is theirs alone; None if they are not known yet."""
     groups = list(
         dict.fromkeys(group for stage in engine.stages.values() if stage.parallel for group in stage.parallel.groups)
     )
@@ -86,8 +90,8 @@ def _find_place(engine: Engine) -> _Place:
     of_first = () if first is None else first.groups
     mine = _Place(int(number), math.prod(map(dist.get_world_size, of_first)), [*map(dist.get_rank, of_first)])
     ranks = [_Place(*json.loads(data)) for data in transport.exchange(json.dumps(mine).encode())]
-    placed = next(one for one in ranks if one.coordinate)  # a rank without stages has no groups
-    return placed._replace(identity=min(one.identity for one in ranks))
+    placed = next((one for one in ranks if one.coordinate), None)  # a rank without stages has no groups
+    return None if placed is None else placed._replace(identity=min(one.identity for one in ranks))
 
 
 def _find_members(store: Store, count: int) -> list[int]:

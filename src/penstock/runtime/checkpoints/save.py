@@ -18,6 +18,7 @@ from penstock.runtime.checkpoints.contents import collect_contents
 from penstock.runtime.checkpoints.data_files import in_order, write_pieces
 from penstock.runtime.checkpoints.index import RankIndex, data_file, write_list, write_rank_index
 from penstock.runtime.checkpoints.saves import saves_of
+from penstock.runtime.checkpoints.snapshot import Snapshot
 
 if TYPE_CHECKING:
     import os
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from penstock.runtime.checkpoints.channel import Channel
     from penstock.runtime.checkpoints.contents import Contents
-    from penstock.runtime.checkpoints.data_files import Piece
     from penstock.runtime.pipeline import Pipeline
 
 
@@ -61,12 +61,18 @@ def save(
             host, and a thread writes it while training goes on. An error is raised by the next save or load, or by
             ``wait()`` of what this returns.
 
+    Returns:
+        The save: ``path`` is where the checkpoint is when it is complete, ``done`` whether the save has ended, and
+        ``wait()`` returns when it has.
+
     Raises:
         CheckpointError: something cannot be saved; every rank raises it.
     """
     engine, target = pipe._engine, Path(folder).absolute()
     engine.begin_call("save()")
     saves = saves_of(engine)
+    if not saves.is_complete:
+        raise CheckpointError("the replicas of this pipeline are known after its first step; save it then")
     saves.settle()
     contents: list[Contents] = []
     digests: list[int] = []
@@ -89,13 +95,13 @@ def save(
     stages = sorted(engine.stages)
     saving = Saving(folders.place_of(target, step), step)
 
-    def write(pieces: Callable[[], Sequence[Piece]]) -> None:
+    def write(snapshot: Callable[[], Snapshot]) -> None:
         index = RankIndex(stages, saves.replica, [], _only(contents[0].values, mine), contents[0].own)
-        _write(saves.channel, target, step, keep, pieces, index)
+        _write(saves.channel, target, step, keep, snapshot, index)
 
     pieces = in_order([piece for piece in contents[0].pieces if piece.key in mine])
     if wait:
-        saving.run(lambda: write(lambda: pieces))
+        saving.run(lambda: write(lambda: Snapshot(pieces)))
     else:
         copied = _attempt(lambda: saves.snapshots.take(pieces))
         saves.last = saving
@@ -108,14 +114,14 @@ def _write(
     folder: Path,
     step: int,
     keep: int | None,
-    pieces: Callable[[], Sequence[Piece]],
+    snapshot: Callable[[], Snapshot],
     index: RankIndex,
 ) -> None:
     """Write what this rank has; when all ranks have, the checkpoint is complete."""
     part = folders.part_of(folder, step)
 
     def work() -> bytes:
-        chunks = write_pieces(data_file(part, channel.rank), pieces())
+        chunks = write_pieces(data_file(part, channel.rank), *snapshot())
         return json.dumps(write_rank_index(part, channel.rank, index._replace(chunks=chunks))).encode()
 
     def complete(parts: Sequence[bytes]) -> list[bytes]:
@@ -153,14 +159,14 @@ def _only(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _attempt(function: Callable[[], Sequence[Piece]]) -> Callable[[], Sequence[Piece]]:
+def _attempt(function: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
     """Call a function now; what it returns or raises comes out later, where all ranks learn of it."""
     try:
         result = function()
     except Exception as error:
         raised = error
 
-        def fail() -> Sequence[Piece]:
+        def fail() -> Snapshot:
             raise raised
 
         return fail

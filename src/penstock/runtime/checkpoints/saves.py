@@ -22,12 +22,13 @@ class Saves:
     Attributes:
         channel: connects the ranks, those of all replicas.
         replica: which replica of the pipeline this is.
+        is_complete: whether all replicas are known, and connected.
         snapshots: copies of what is being written.
         last: the last save in the background.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.channel, self.replica = connect_replicas(engine)
+        self.channel, self.replica, self.is_complete = connect_replicas(engine)
         self.snapshots = Snapshots()
         self.last: Saving | None = None
         self._digests: list[int] = []
@@ -68,6 +69,6 @@ def _divide(parts: Sequence[bytes]) -> list[bytes]:
 
 def saves_of(engine: Engine) -> Saves:
     """Get what a pipeline keeps from one save to the next. All ranks call it."""
-    if engine.saves is None:
+    if engine.saves is None or not engine.saves.is_complete:
         engine.saves = Saves(engine)
     return engine.saves

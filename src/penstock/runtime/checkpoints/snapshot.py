@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING, Final
+import mmap
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from penstock.errors import CheckpointError
+from penstock.runtime.checkpoints.direct_writes import PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.runtime.checkpoints.data_files import Piece
 
-#: Where a tensor may begin in memory, in bytes.
-_ALIGNMENT: Final = 64
+
+class Snapshot(NamedTuple):
+    """Tensors to write.
+
+    Attributes:
+        pieces: the tensors, or copies of them.
+        memory: where the copies are, one behind the other, from its beginning on; it ends with a page.
+    """
+
+    pieces: list[Piece]
+    memory: memoryview | None = None
 
 
 class Snapshots:
@@ -23,30 +36,33 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Copy tensors; the copies of the last snapshot are overwritten."""
-        by_device: dict[torch.device, list[Piece]] = defaultdict(list)
+    def take(self, pieces: Sequence[Piece]) -> Snapshot:
+        """Copy tensors, sorted by the size of their elements; the copies of the last snapshot are overwritten."""
+        devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
+        size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in pieces)
+        if self._memory.numel() < size:
+            self._memory = _new_memory(-(-size // PAGE) * PAGE, pinned=bool(devices))
+        copies, start = [], 0
         for piece in pieces:
-            by_device[piece.tensor.device].append(piece)
-        copies = {piece.key: piece for device, some in by_device.items() for piece in self._copy(some, device)}
-        for device in by_device:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-        return [copies[piece.key] for piece in pieces]
-
-    def _copy(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-        starts, size = [], 0
-        for piece in pieces:
-            starts.append(size)
-            size += -(-piece.tensor.numel() * piece.tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        memory, is_remote = self._memory.get(str(device)), device.type != "cpu"
-        if memory is None or memory.numel() < size:
-            memory = self._memory[str(device)] = torch.empty(size, dtype=torch.uint8, pin_memory=is_remote)
-        copies = []
-        for piece, start in zip(pieces, starts, strict=True):
             tensor = piece.tensor
-            place = memory[start:][: tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            copies.append(piece._replace(tensor=place.copy_(tensor, non_blocking=is_remote)))
-        return copies
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                raise CheckpointError(f"{piece.name} is a sparse or quantized tensor; make it dense first")
+            end = start + tensor.numel() * tensor.element_size()
+            place = self._memory[start:end].view(tensor.dtype).view(tensor.shape)
+            copies.append(piece._replace(tensor=place.copy_(tensor, non_blocking=True)))
+            start = end
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        return Snapshot(copies, self._memory.numpy().data)
+
+
+def _new_memory(size: int, *, pinned: bool) -> torch.Tensor:
+    """Get memory that begins with a page; `pinned` for devices to copy into while they compute."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    pages = mmap.mmap(-1, size)
+    with suppress(OSError, AttributeError):  # large pages are faster to get, where there are any
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
