@@ -37,6 +37,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "prediction": ("--runs", "3"),
     "checkpoints": ("--rounds", "4"),
     "planned": ("--ranks", "2", "--rounds", "15"),
+    "optimizer": ("--turns", "7"),
 }
 
 
