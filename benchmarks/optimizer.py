@@ -28,7 +28,7 @@ WIDTH, LAYERS, BATCH, MICROBATCHES = 512, 2, 64, 8
 LIMIT = 1.02
 
 
-def measure(_rank: int, _tell: Callable[[str], None], name: str, turns: int, steps: int) -> dict[bool, list[float]]:
+def measure(_rank: int, _report: Callable[[str], None], name: str, turns: int, steps: int) -> dict[bool, list[float]]:
     """Return the seconds of a step in each turn, by whether it was validated afterwards."""
     ranks = torch.distributed.get_world_size()
     schedule = ps.build(name, ranks=ranks, microbatches=MICROBATCHES)
