@@ -1,6 +1,10 @@
 """Checks plans: valid, within memory, no worse than any known schedule, not below their bound, the same again."""
 
 import math
+import os
+import subprocess
+import sys
+from itertools import count
 
 import numpy as np
 import pytest
@@ -8,6 +12,7 @@ import pytest
 import penstock as ps
 from penstock.errors import CostsError, PlanError
 from penstock.ir.placement import Placement
+from penstock.planning import planner
 from penstock.planning.planner import Progress
 from penstock.schedules.registry import RECIPES
 from penstock.simulation.period import steady_period
@@ -87,6 +92,29 @@ def test_equal_arguments_give_equal_plans():
     first, second = (ps.plan(costs, ranks=3, microbatches=7, memory_limit=2, effort=0.1, seed=5) for _ in range(2))
     assert first.schedule == second.schedule
     assert first.to_dict() == second.to_dict()
+
+
+def test_the_clock_does_not_decide(monkeypatch):
+    """Every look at the clock is an hour later than the one before."""
+    hours = count(step=3600.0)
+    monkeypatch.setattr(planner, "perf_counter", lambda: next(hours))
+    arguments = {"ranks": 4, "microbatches": 6, "memory_limit": 2.5, "effort": 0.1, "seed": 3}
+    slow = ps.plan(**arguments, progress=lambda _: None)
+    monkeypatch.undo()
+    assert slow.to_dict() == ps.plan(**arguments).to_dict()
+
+
+@pytest.mark.processes
+def test_processes_give_equal_plans():
+    """Whatever the order of sets is, and whether or not the compiler was loaded before."""
+    program = """import penstock as ps
+plan = ps.plan(ranks=3, microbatches=7, memory_limit=2, effort=0.05)
+print(plan.schedule.grid(), plan.to_dict())"""
+    plans = set()
+    for hashes, before in (("1", ""), ("2", "import numba\n")):
+        environment = {**os.environ, "PYTHONHASHSEED": hashes}
+        plans.add(subprocess.check_output([sys.executable, "-c", before + program], env=environment, text=True))
+    assert len(plans) == 1
 
 
 def test_the_best_known_schedule_is_found_and_proved_optimal():

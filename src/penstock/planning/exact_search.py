@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 SMALL: Final = 100
 #: The number of actions up to which a problem is searched as a whole, and not window by window.
 WHOLE: Final = 600
-#: The seconds after which to give up a small problem in any case; its effort runs out long before.
-PATIENCE: Final = 60.0
 
 
 def search_exactly(planner: Planner, seconds: float | None, seed: int, report: Callable[[str], object]) -> None:
@@ -44,7 +42,7 @@ def search_exactly(planner: Planner, seconds: float | None, seed: int, report: C
         proves = site.relaxed is site.problem and costs.overlap >= 1 and not costs.dispatch
         arguments: dict[str, Any] = {
             "floor": planner.bounds[number].best if proves else 0.0,
-            "time_limit": seconds / len(chosen) if seconds else PATIENCE,
+            "time_limit": seconds / len(chosen) if seconds else math.inf,
             "seed": seed,
         }
         ask = site.problem, planner.objective.name, search.best.order

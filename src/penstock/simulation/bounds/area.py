@@ -74,7 +74,7 @@ class Room:
         middle = (times[1:] + times[:-1]) / 2
         upto = risen[np.searchsorted(early, middle, side="right")]
         left = fallen[np.searchsorted(late, end - middle, side="right")]
-        return float(np.minimum(np.minimum(upto, left), self.limit) @ np.diff(times))
+        return float((np.minimum(np.minimum(upto, left), self.limit) * np.diff(times)).sum())
 
     def end_for(self, needed: float, known: float) -> float:
         """Return the earliest end with this much room, rounded down; -inf if there is as much until ``known``."""
@@ -93,7 +93,7 @@ class Room:
 def _staircase(times: Floats, steps: Floats) -> tuple[Floats, Floats]:
     """Return when amounts join, in ascending order, and the sum before the first and after each of them."""
     flat = np.maximum(times, 0.0).ravel()
-    order = np.argsort(flat)
+    order = np.argsort(flat, kind="stable")
     amounts = np.repeat(steps, times.shape[1])[order]
     return flat[order], np.append(0.0, np.cumsum(amounts))
 

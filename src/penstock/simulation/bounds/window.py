@@ -71,7 +71,7 @@ class Window(NamedTuple):
     def work(self) -> float:
         """Return how long all ranks together run what has to be in the window."""
         inside = np.isfinite(self.heads) & np.isfinite(self.tails)
-        return float(inside.sum(axis=1) @ self.relaxed.taken)
+        return float((inside.sum(axis=1) * self.relaxed.taken).sum())
 
     def work_ends(self) -> Floats:
         """Return for each rank its work in the window, plus the least time before its first and after its last one."""
