@@ -5,7 +5,6 @@ All costs are drawn at random with fixed seeds. Times are those of ``ps.plan`` w
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from time import perf_counter
 import numpy as np
 
 import penstock as ps
+from goals import Goal, finish, parser_of
 from penstock.errors import ScheduleError
 from penstock.schedules.registry import RECIPES
 
@@ -25,7 +25,10 @@ SIZES = ((8, 64, 2.0), (32, 128, 20.0), (64, 512, 120.0))
 FIRST_CALL = 30.0
 MEAN_GAP = 0.003
 INSTANCES, QUICK_INSTANCES = 40, 8
-PARTS = ("first", "times", "gaps")
+#: Problems that must be solved, and the most seconds that each may take.
+SMALL, QUICK_SMALL = 20, 4
+MOST_SECONDS = {"makespan": 2.0, "span": 10.0}
+PARTS = ("first", "times", "gaps", "small", "tight")
 
 _FIRST_CALL = """
 from time import perf_counter
@@ -37,8 +40,8 @@ print(perf_counter() - begin)
 
 
 def main() -> None:
-    """Print the tables; exit with 1 if a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print the tables and the goals; exit with 1 if one is missed."""
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="of each time; the median counts")
     parser.add_argument("--quick", action="store_true", help="the smallest size, and few instances")
     parser.add_argument("--part", choices=PARTS, help="one part only")
@@ -46,17 +49,21 @@ def main() -> None:
     arguments = parser.parse_args()
     parts = PARTS if arguments.part is None else (arguments.part,)
     sizes = SIZES if arguments.size is None else SIZES[arguments.size : arguments.size + 1]
-    goals = []
+    goals: list[Goal] = []
     if "first" in parts:
-        goals.append(first_call())
+        goals += first_call()
     if "times" in parts:
-        goals.append(times(SIZES[:1] if arguments.quick else sizes, arguments.repeats))
+        goals += times(SIZES[:1] if arguments.quick else sizes, arguments.repeats)
     if "gaps" in parts:
-        goals.append(gaps(QUICK_INSTANCES if arguments.quick else INSTANCES))
-    sys.exit(not all(goals))
+        goals += gaps(QUICK_INSTANCES if arguments.quick else INSTANCES)
+    if "small" in parts:
+        goals += small(QUICK_SMALL if arguments.quick else SMALL)
+    if "tight" in parts:
+        tight(QUICK_INSTANCES if arguments.quick else INSTANCES)
+    finish(goals, arguments.goals)
 
 
-def first_call() -> bool:
+def first_call() -> list[Goal]:
     """Measure the first plan in a fresh process, without and with compiled kernels."""
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
@@ -67,15 +74,15 @@ def first_call() -> bool:
             )
             seconds.append(float(done.stdout))
     print(f"first call, 8 ranks, 64 microbatches: {seconds[0]:.1f} s with compilation, {seconds[1]:.1f} s without")
-    return seconds[0] < FIRST_CALL
+    return [Goal("the first plan on a machine, with compilation", seconds[0], FIRST_CALL, unit="s")]
 
 
-def times(sizes: tuple[tuple[int, int, float], ...], repeats: int) -> bool:
-    """Measure planning with the memory of 1F1B; return whether the goals are met."""
+def times(sizes: tuple[tuple[int, int, float], ...], repeats: int) -> list[Goal]:
+    """Measure planning with the memory of 1F1B."""
     ps.plan(ranks=3, microbatches=9, memory_limit=2, effort=0.1)  # loads the compiler
     print(f"\nplanning over 1 to 4 stages per rank, memory of 1F1B, median of {repeats}\n")
     print(f"{'ranks':>5} {'microbatches':>12} {'seconds':>24} {'goal':>6} {'gap':>7}  schedule")
-    met = True
+    goals = []
     for ranks, microbatches, goal in sizes:
         seconds, found = [], []
         for seed in range(repeats):
@@ -83,15 +90,16 @@ def times(sizes: tuple[tuple[int, int, float], ...], repeats: int) -> bool:
             begin = perf_counter()
             found.append(ps.plan(costs, ranks=ranks, microbatches=microbatches, memory_limit=ranks))
             seconds.append(perf_counter() - begin)
-        met &= median(seconds) < goal
+        name = f"planning for {ranks} ranks and {microbatches} microbatches"
+        goals.append(Goal(name, median(seconds), goal, unit="s"))
         spread = f"{median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
         gap = median(plan.gap for plan in found)
         names = ", ".join(sorted({plan.alternatives[0].placement for plan in found}))
         print(f"{ranks:5} {microbatches:12} {spread:>24} {goal:6g} {gap:7.2%}  {names}", flush=True)
-    return met
+    return goals
 
 
-def gaps(instances: int) -> bool:
+def gaps(instances: int) -> list[Goal]:
     """Compare plans for one stage per rank with their bounds, and with every generator, plain and fitted."""
     found, gained, ahead = [], [], 0
     for seed in range(instances):
@@ -114,7 +122,53 @@ def gaps(instances: int) -> bool:
         f"the best generator that fits takes longer by: mean {mean(gained):.2%}, median {median(gained):.2%}, ", end=""
     )
     print(f"{min(gained):.2%} to {max(gained):.2%}; the plan is as good or better in {ahead} of {instances}")
-    return mean(found) <= MEAN_GAP and ahead == instances
+    return [
+        Goal("mean gap with one stage per rank", mean(found), MEAN_GAP),
+        Goal("instances in which no generator is better than the plan", ahead, instances, at_least=True),
+    ]
+
+
+def small(instances: int) -> list[Goal]:
+    """Solve problems of 2 to 4 ranks with one stage each, and of up to 8 microbatches, at any memory."""
+    ps.plan(ranks=2, microbatches=2, stages_per_rank=1, effort=0.01)  # loads the compiler
+    print(f"\n{instances} random instances: 2 to 4 ranks with one stage each, 1 to 8 microbatches, half to twice the")
+    print("memory of 1F1B\n")
+    goals = []
+    for objective, most in MOST_SECONDS.items():
+        seconds, proved = [], 0
+        for seed in range(instances):
+            rng = np.random.default_rng(1000 + seed)
+            ranks, microbatches = int(rng.integers(2, 5)), int(rng.integers(1, 9))
+            costs, limit = unequal_costs(rng, ranks), max(1.0, float(rng.uniform(0.5, 2) * ranks))
+            begin = perf_counter()
+            plan = ps.plan(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, stages_per_rank=1,
+                           objective=objective)  # fmt: skip
+            seconds.append(perf_counter() - begin)
+            proved += plan.is_optimal
+        print(
+            f"{objective:8} {proved} of {instances} proved optimal; {median(seconds):.2f} s, at most {max(seconds):.2f}"
+        )
+        goals.append(Goal(f"small problems proved optimal by {objective}", proved, instances, at_least=True))
+        goals.append(Goal(f"the longest of them by {objective}", max(seconds), most, unit="s"))
+    return goals
+
+
+def tight(instances: int) -> None:
+    """Report gaps where memory is tight and F and W differ: part of them is the bound."""
+    found = []
+    for seed in range(instances):
+        rng = np.random.default_rng(2000 + seed)
+        ranks = int(rng.integers(2, 17))
+        microbatches = int(rng.integers(ranks, 4 * ranks + 1))
+        forward, inputs, weights = rng.uniform(0.5, 1.5, 3)
+        costs = ps.Costs(forward=forward, backward_input=inputs, backward_weight=weights, latency=0.05)
+        limit = max(1.0, float(rng.uniform(0.35, 0.9) * ranks))
+        found.append(ps.plan(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit).gap)
+    print(
+        f"\n{instances} random instances: 2 to 16 ranks, 1 to 4 microbatches per rank, 0.35 to 0.9 times the memory of"
+    )
+    print("1F1B, F and W 0.5 to 1.5, 1 to 4 stages per rank tried\n")
+    print(f"gap to the bound: mean {mean(found):.2%}, median {median(found):.2%}, largest {max(found):.2%}")
 
 
 def best_known(costs: ps.Costs, ranks: int, microbatches: int, limit: float) -> float:

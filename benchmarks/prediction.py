@@ -8,7 +8,6 @@ from when the last rank begins it to when the last rank has returned. Wall time 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 import penstock as ps
+from goals import Goal, finish, parser_of
 from penstock.runtime import Pipeline
 from runtime_parts.models import Model, loss_function, transformer
 from runtime_parts.processes import on_ranks
@@ -137,6 +137,11 @@ class Row(NamedTuple):
         """Whether the goal is about it."""
         return self.schedule == self.recorded_under and self.schedule in JUDGED
 
+    @property
+    def goal(self) -> Goal:
+        """The median error, and the largest that it may be."""
+        return Goal(f"prediction of {self.schedule} at width {self.width}, error", abs(median(self.errors)), GOAL)
+
     def __str__(self) -> str:
         errors = " ".join(f"{error:+6.1%}" for error in self.errors)
         figures = " ".join(f"{median(each) * 1e3:8.2f}" for each in (self.predicted, self.measured, self.recorded))
@@ -164,8 +169,8 @@ def _measured(runs: list[Run]) -> float:
 
 
 def main() -> None:
-    """Print a table; exit with 1 if the median error of a judged schedule is above the goal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Print a table and the goals; exit with 1 if the median error of a judged schedule is above its goal."""
+    parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, choices=SIZES, action="append", help="only this; may be repeated")
     parser.add_argument("--only", choices=[name for group in GROUPS for name in group], action="append")
     parser.add_argument("--runs", type=int, default=5)
@@ -190,11 +195,7 @@ def main() -> None:
             f"{'width':5} {'schedule':21} {'recorded under':21} {'predict':>8} {'measure':>8} {'recorded':>8}  median"
         )
         print(*rows, sep="\n")
-    judged = [row for row in rows if row.is_judged]
-    missed = [row for row in judged if abs(median(row.errors)) > GOAL]
-    if not given.json:
-        print(f"\n{len(judged) - len(missed)} of {len(judged)} within {GOAL:.0%}")
-    sys.exit(bool(missed))
+    finish([row.goal for row in rows if row.is_judged], given.goals, quiet=given.json)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class Plan:
             lines.append(f"stages that recompute their forward: {stages}")
         if self.partition is not None:
             lines.append(f"layers per stage: {', '.join(map(str, self.partition.sizes))}")
+        lines.append("not modelled: cores, memory bandwidth or links that ranks share")
         return lines
 
     def describe(self) -> str:
