@@ -99,7 +99,7 @@ def page_of(outcomes: list[Outcome], *, quick: bool) -> str:
         "Every goal with the figure measured last. Ratios compare contestants that alternate in one run; each figure",
         "is a median. Times depend on the machine and its load, ratios less so. Run them on yours:",
         "",
-        "```console",
+        "```text",
         f"$ make bench{option}",
         "```",
         "",
