@@ -52,10 +52,11 @@ def make(*, cuts=1, seed=1, **options):
     return Tied(cuts=cuts, **options).double()
 
 
-def of_rank(rank, ranks, whole, group, **options):
+def of_rank(rank, ranks, whole, group, *, sums=True):
     """The pipe and the stages of this rank; round robin."""
     pipe = pipeline(copy.deepcopy(whole), (batch(0)[0][:2],))
-    return pipe, [pipe.build_stage(index, CPU, group, **options) for index in range(rank, pipe.num_stages, ranks)]
+    pipe.sums_replicas = sums
+    return pipe, [pipe.build_stage(index, CPU, group) for index in range(rank, pipe.num_stages, ranks)]
 
 
 def step(schedule, stages, seed):
@@ -180,7 +181,7 @@ def test_summing_by_hand_as_well_counts_nothing_twice(workers):
 
 def sum_by_hand(rank, ranks, *, group):
     whole = make()
-    pipe, stages = of_rank(rank, ranks, whole, group, sum_replicated_gradients=False)
+    pipe, stages = of_rank(rank, ranks, whole, group, sums=False)
     schedule = make_schedule(Schedule1F1B, stages)
     for seed in range(2):
         run_whole(whole, seed)
@@ -261,9 +262,12 @@ def test_copies_that_are_one_tensor_count_once(workers):
 
 def test_stages_of_one_schedule_agree_on_who_sums(one_gloo_rank):
     pipe = pipeline(make(), (batch(0)[0][:2],))
-    stages = [pipe.build_stage(index, CPU, sum_replicated_gradients=index == 0) for index in range(2)]
+    stages = []
+    for index in range(2):
+        pipe.sums_replicas = index == 0
+        stages.append(pipe.build_stage(index, CPU))
     schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
-    with pytest.raises(ValueError, match=r"stages \[0, 1\] of one schedule differ .* sum_replicated_gradients="):
+    with pytest.raises(ValueError, match=r"stages \[0, 1\] of one schedule differ .* sums_replicas"):
         step(schedule, stages, 0)
 
 

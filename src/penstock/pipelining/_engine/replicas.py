@@ -88,7 +88,7 @@ def _ties_of(stages: Sequence[Any]) -> tuple[Tie, ...]:
         numbers = sorted(stage.stage_index for stage in stages)
         raise ValueError(
             f"stages {numbers} of one schedule differ in the parameters that they share with other stages; build all "
-            "of them from one Pipe, with one value of sum_replicated_gradients="
+            "of them from one Pipe, with one value of its sums_replicas"
         )
     return found.pop() if found else ()
 
@@ -113,8 +113,8 @@ def _place(places: dict[int, dict[str, ParameterPlace]], member: Member) -> Para
     if member.name not in places[member.stage]:
         raise StageError(
             f"the module of stage {member.stage} no longer has the parameter {member.name!r}, whose gradient is summed "
-            "with that of other stages; replace modules before the model is traced, or build the stages with "
-            "sum_replicated_gradients=False",
+            "with that of other stages; replace modules before the model is traced, or set "
+            "pipe.sums_replicas = False before stages are built",
             stage=member.stage,
         )
     return places[member.stage][member.name]

@@ -88,6 +88,8 @@ class Pipe(torch.nn.Module):
         has_loss_and_backward: whether the graph computes the backward, too.
         loss_spec: which output is the loss.
         replicated_params: for each parameter that several stages use, its name in each of them. Every stage has a copy.
+        sums_replicas: whether schedules sum the gradients of these copies at the end of each training step, or you do.
+            Set it before stages are built, the same for all.
     """
 
     def __init__(self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec: Any) -> None:
@@ -102,6 +104,7 @@ class Pipe(torch.nn.Module):
         self.has_loss_and_backward = has_loss_and_backward
         self.loss_spec = loss_spec
         self.replicated_params = _replicate(split_gm)
+        self.sums_replicas = True
         self._origin = identify_values(split_gm)
         split_gm.forward = _refuse_call
 
@@ -195,8 +198,8 @@ class Pipe(torch.nn.Module):
         """Sum the gradients of each parameter that several stages use, on all ranks that have a copy.
 
         A schedule does so at the end of each training step, and this changes nothing after it. It is for stages that
-        are run without a schedule, or were built with ``sum_replicated_gradients=False``: then call it on every rank,
-        once, before the step of the optimizer.
+        are run without a schedule, or were built when ``sums_replicas`` was False: then call it on every rank, once,
+        before the step of the optimizer.
 
         Args:
             stages: the stages of this rank.
@@ -257,29 +260,20 @@ class Pipe(torch.nn.Module):
             raise SplitError(f"stage {index} is a {type(module).__name__}, not a traced module")
         return module
 
-    def build_stage(
-        self,
-        stage_index: int,
-        device: torch.device,
-        group: ProcessGroup | None = None,
-        *,
-        sum_replicated_gradients: bool = True,
-    ) -> _PipelineStage:
+    def build_stage(self, stage_index: int, device: torch.device, group: ProcessGroup | None = None) -> _PipelineStage:
         """Build a stage for a schedule, with its module on a device.
 
         Args:
             stage_index: which stage.
             device: where it runs.
             group: the ranks of the pipeline; all of them by default.
-            sum_replicated_gradients: whether schedules sum the gradients of a parameter that several stages use, at the
-                end of each training step; else you do. The same for all stages.
         """
         module = self.get_stage_module(stage_index)
         if isinstance(module, fx.GraphModule):
             move_operations(module, device)
         else:
             logger.warning("stage %s is a %s; operations in it stay on their devices", stage_index, type(module))
-        info = self.info() if sum_replicated_gradients else replace(self.info(), ties=())
+        info = self.info() if self.sums_replicas else replace(self.info(), ties=())
         return _PipelineStage(module, stage_index, info, device, group)
 
 
