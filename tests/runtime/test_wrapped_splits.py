@@ -84,15 +84,28 @@ def test_replicas_train_alike_and_one_of_them_writes(workers, wrapper, name, tmp
     assert len([*tmp_path.glob("*.safetensors")]) == 2
 
 
-def test_stages_can_be_compiled():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
-    x, target = torch.ones(4, 3), torch.zeros(4, 1)
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which the compiler reads
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), Residual])
+def test_stages_can_be_compiled(make):
+    model = make()
+    x, target = torch.ones(4, 3), torch.zeros(4, 3)
     nn.functional.mse_loss(model(x), target).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     schedule = ps.build("LoopedBFS", ranks=1, microbatches=2, stages_per_rank=2)
     with Pipeline(
-        ps.split(model, stages=2),
+        ps.split(model, stages=2, example=x[:1]),
         schedule,
         loss_fn=nn.functional.mse_loss,
         wrap=lambda module: torch.compile(module, backend="eager"),
