@@ -5,6 +5,7 @@ Links between them and the pages are written as GitHub needs them, and are rewri
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,12 +13,17 @@ from typing import TYPE_CHECKING, Final
 from mkdocs.structure.files import File, Files
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from mkdocs.config.defaults import MkDocsConfig
 
 ROOT: Final = Path(__file__).parents[2]
 
 #: The page of each text.
 TEXTS: Final = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+#: The languages of launch files.
+KINDS: Final = {".sh": "bash", ".yaml": "yaml"}
 
 #: The target of a link to another file of the repository.
 LINK: Final = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
@@ -41,7 +47,25 @@ def examples() -> str:
     parts = ["# Examples", "Each of these programs runs in the tests."]
     for path in sorted((ROOT / "examples").glob("*.py")):
         parts += [f"## {path.name}", f"```python\n{path.read_text()}```"]
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        parts += [f"## {path.name}", *cells(path)]
+    for path in sorted((ROOT / "examples" / "clusters").iterdir()):
+        parts += [f"## clusters/{path.name}", f"```{KINDS[path.suffix]}\n{path.read_text()}```"]
     return "\n\n".join(parts) + "\n"
+
+
+def cells(notebook: Path) -> Iterator[str]:
+    """Yield the cells of a notebook, with what they print, as text of a page."""
+    for cell in json.loads(notebook.read_text())["cells"]:
+        source = "".join(cell["source"])
+        # A title in a cell is below that of the notebook.
+        yield (
+            f"```python\n{source}\n```" if cell["cell_type"] == "code" else re.sub(r"^#+ ", "### ", source, flags=re.M)
+        )
+        for output in cell.get("outputs", []):
+            printed = "".join(output.get("text") or output.get("data", {}).get("text/plain", []))
+            if printed:
+                yield f"```text\n{printed.rstrip()}\n```"
 
 
 def links_of_the_site(markdown: str, folder: Path) -> str:

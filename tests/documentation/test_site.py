@@ -100,5 +100,8 @@ def test_the_scheme_can_be_switched(visit):
 
 def test_texts_outside_the_folder_have_pages(site):
     assert (site / "changelog.html").is_file()
-    for path in (ROOT / "examples").glob("*.py"):
-        assert f'id="{path.name.replace(".", "")}"' in (site / "examples.html").read_text()
+    examples = [path for path in (ROOT / "examples").rglob("*") if path.suffix in {".py", ".ipynb", ".sh", ".yaml"}]
+    assert len(examples) > 10
+    for path in examples:
+        name = path.relative_to(ROOT / "examples").as_posix()
+        assert f'id="{name.replace(".", "").replace("/", "")}"' in (site / "examples.html").read_text()
