@@ -308,6 +308,11 @@ def test_tied_parameters_in_processes(workers):
     [
         (torch.optim.AdamW, {}, r"post_validate=True needs max_norm or skip_nonfinite=True"),
         (type("Mine", (torch.optim.SGD,), {}), {"max_norm": 1.0}, r"a step of Mine may change more than its state"),
+        (
+            torch.optim.SGD,
+            {"max_norm": 1.0, "momentum": 0.9, "nesterov": True, "foreach": True},
+            r"SGD with nesterov=True and foreach modifies the gradients; pass foreach=False",
+        ),
     ],
 )
 def test_what_cannot_be_validated_afterwards(kind, options, message):

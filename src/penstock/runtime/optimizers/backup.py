@@ -18,12 +18,26 @@ _Place = tuple[torch.nn.Parameter, Any]
 
 
 def check_reversible(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that may keep something elsewhere than in ``state`` and ``param_groups``."""
+    """Refuse an optimizer that may change more than ``state`` and ``param_groups``, or the gradients."""
+    name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim."):
         raise StageError(
-            f"post_validate=True undoes steps, but a step of {type(optimizer).__name__} may change more than its state "
+            f"post_validate=True undoes steps, but a step of {name} may change more than its state "
             "and its options; use one of torch.optim's optimizers, or leave it out"
         )
+    if any(_modifies_gradients(group) for group in optimizer.param_groups):
+        raise StageError(
+            f"post_validate=True may take a step again, but {name} with nesterov=True and foreach modifies the "
+            "gradients; pass foreach=False, or leave post_validate out"
+        )
+
+
+def _modifies_gradients(group: dict[str, Any]) -> bool:
+    """Whether a step adds the momentum to the gradients in place, as that of SGD may, by default on devices."""
+    if not group.get("nesterov") or "foreach" not in group or group.get("fused"):
+        return False
+    on_device = all(one.device.type != "cpu" for one in group["params"])
+    return bool(on_device if group["foreach"] is None else group["foreach"])
 
 
 class _Options(NamedTuple):
