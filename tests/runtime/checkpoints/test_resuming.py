@@ -182,3 +182,15 @@ def test_data_files_are_safetensors(tmp_path):
         tensors = load_file(tmp_path / "step-1" / "rank-0.safetensors")
         for name, tensor in pipe.state_dict()["model"].items():
             assert torch.equal(tensors[f"model.{name}"], tensor)
+
+
+def test_ranks_have_extras_of_other_names(tmp_path):
+    def run(transport):
+        with pipeline(LAYOUTS["4x1"], transport=transport) as (pipe, _, _):
+            given = {} if transport.rank == 0 else {f"own {transport.rank % 2}": transport.rank}
+            ps.save(pipe, tmp_path, step=1, extra=given)
+            extra = {}
+            ps.load(pipe, tmp_path, extra=extra)
+            assert extra == given
+
+    run_in_threads(run, 4)

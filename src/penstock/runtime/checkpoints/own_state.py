@@ -49,7 +49,8 @@ class OwnState(NamedTuple):
             if key not in names:
                 there = f"only {', '.join(map(repr, names))}" if names else "nor anything else as extra"
                 raise CheckpointError(f"{self.checkpoint.path} has no extra[{key!r}], {there}; load it without that")
-        found = {key: decode(self._find(EXTRA, key)) for key in names}
+        mine = self.checkpoint.ranks[self.rank].own[EXTRA] if self.is_same_layout else names
+        found = {key: decode(self._find(EXTRA, key)) for key in dict.fromkeys([*mine, *extra])}
 
         def load() -> None:
             for key, value in found.items():
