@@ -510,9 +510,11 @@ class Pipeline:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and not isinstance(error, StepError):
             self.transport.fail(describe_failure(error, self.rank))  # or the others would wait for this rank
-        if error is None:
-            self._engine.settle()
-        self.close()
+        try:
+            if error is None:
+                self._engine.settle()
+        finally:
+            self.close()
 
     def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the constructor, unless a stage has such an argument."""

@@ -271,6 +271,19 @@ def test_a_rank_that_fails_before_its_step_leaves_that_of_the_others_undone():
     assert all(map(torch.equal, kept[0], kept[1]))
 
 
+def test_a_pipeline_is_closed_if_its_last_step_turns_out_to_be_invalid():
+    def fail():
+        raise RunError("the gradient was modified")
+
+    closed = []
+    pipe = Pipeline({0: nn.Linear(WIDTH, WIDTH)}, ps.build("GPipe", ranks=1, microbatches=2), loss_fn=MSE)
+    pipe._engine.settlers.append(fail)
+    pipe.transport.close = lambda: closed.append(pipe)
+    with pytest.raises(RunError, match="was modified"), pipe:
+        pass
+    assert closed == [pipe]
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
