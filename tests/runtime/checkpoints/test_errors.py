@@ -312,7 +312,7 @@ def test_a_checkpoint_of_another_model(tmp_path, modules, message):
         before = {name: tensor.clone() for name, tensor in pipe.state_dict()["model"].items()}
         with pytest.raises(CheckpointError) as raised:
             ps.load(pipe, tmp_path)
-        assert str(raised.value) == f"{tmp_path / 'step-1'} is of another model: {message}"
+        assert str(raised.value) == f"{tmp_path / 'step-1'} was saved from a different model: {message}"
         assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict()["model"].items())
 
 

@@ -71,7 +71,7 @@ def test_arguments(llama, ids, options, message):
 
 def test_ranks_that_differ(llama):
     both = errors(llama, IDS, seed=(1, 2))
-    assert both == ["rank 1 called generate() with another seed than rank 0; all ranks pass the same arguments"] * 2
+    assert both == ["rank 1 called generate() with a different seed from rank 0; pass the same on all ranks"] * 2
     both = errors(llama, (IDS, IDS + 1))
     assert both[0] == both[1]
     assert "another input_ids than rank 0" in both[0]

@@ -71,7 +71,9 @@ def check_fit(checkpoint: Checkpoint, ranks: Sequence[dict[str, list[str]]]) -> 
     if missing:
         wrong.append(f"it lacks {_first(missing)}{near_matches(missing[0], unused or known)}")
     if wrong:
-        raise CheckpointError(f"{checkpoint.path} is of another model: {'; '.join(wrong)}", path=str(checkpoint.path))
+        raise CheckpointError(
+            f"{checkpoint.path} was saved from a different model: {'; '.join(wrong)}", path=str(checkpoint.path)
+        )
 
 
 def _first(names: Sequence[str]) -> str:

@@ -84,7 +84,7 @@ def fit_tensor(name: str, value: torch.Tensor, target: torch.Tensor) -> torch.Te
         return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
     if _sharding(value) != _sharding(target):
         raise CheckpointError(
-            f"{name} is sharded in another way in the state than in this pipeline; save it and load it again, with "
+            f"{name} is sharded differently in the state and in this pipeline; save it and load it again, with "
             "torch.distributed.checkpoint or penstock.save and load"
         )
     return value

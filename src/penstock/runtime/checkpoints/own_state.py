@@ -92,8 +92,8 @@ class OwnState(NamedTuple):
         if len(candidates) > 1:
             what = f"extra[{name!r}]" if kind == EXTRA else f"the {kind}"
             raise CheckpointError(
-                f"{what} was not the same on all ranks when {self.checkpoint.path} was saved, and ranks have other "
-                f"stages now; load it without {kind}=, or on the layout that saved it"
+                f"{what} was not the same on all ranks when {self.checkpoint.path} was saved, and the "
+                f"layout has changed; load it without {kind}=, or on the layout that saved it"
             )
         return candidates[0]
 

@@ -78,7 +78,7 @@ def _compare(ranks: list[dict[str, Any]], mistake: Exception | None) -> None:
         for name, value in other["facts"].items():
             if value != first[name]:
                 raise GenerationError(
-                    f"rank {rank} called generate() with another {name} than rank 0; all ranks pass the same arguments"
+                    f"rank {rank} called generate() with a different {name} from rank 0; pass the same on all ranks"
                 )
 
 
