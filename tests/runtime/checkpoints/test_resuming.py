@@ -171,7 +171,9 @@ def test_a_save_in_the_background_is_of_when_it_was_called(tmp_path):
         assert savings[0].done  # the next save waits for the last one
         savings[1].wait()
         assert savings[1].path == tmp_path / "step-2"
-        assert not [thread for thread in threading.enumerate() if "saves" in thread.name]
+        for thread in [one for one in threading.enumerate() if one.name.startswith("penstock saves")]:
+            thread.join(20)  # it ends right after it has saved
+            assert not thread.is_alive()
         ps.load(pipe, tmp_path)
         assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict()["model"].items())
 

@@ -74,7 +74,7 @@ def test_ranks_that_differ(llama):
     assert both == ["rank 1 called generate() with a different seed from rank 0; pass the same on all ranks"] * 2
     both = errors(llama, (IDS, IDS + 1))
     assert both[0] == both[1]
-    assert "another input_ids than rank 0" in both[0]
+    assert "a different input_ids from rank 0" in both[0]
     both = errors(llama, IDS, max_new_tokens=(2, -2))
     assert both == ["on rank 1: max_new_tokens must be a whole number of at least 1, not -2"] * 2
 
