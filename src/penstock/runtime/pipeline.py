@@ -501,8 +501,11 @@ class Pipeline:
         return self._engine.trace
 
     def close(self) -> None:
-        """Release connections and threads. ``with Pipeline(...) as pipe:`` does so at its end."""
-        self._engine.close()
+        """Validate the last steps of optimizers, and release connections and threads; ``with`` does so at its end."""
+        try:
+            self._engine.settle()
+        finally:
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -510,11 +513,10 @@ class Pipeline:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is not None and not isinstance(error, StepError):
             self.transport.fail(describe_failure(error, self.rank))  # or the others would wait for this rank
-        try:
-            if error is None:
-                self._engine.settle()
-        finally:
+        if error is None:
             self.close()
+        else:
+            self._engine.close()
 
     def _check_keywords(self, call: str, kwargs: Mapping[str, Any]) -> None:
         """Refuse arguments of the constructor, unless a stage has such an argument."""

@@ -271,6 +271,24 @@ def test_a_rank_that_fails_before_its_step_leaves_that_of_the_others_undone():
     assert all(map(torch.equal, kept[0], kept[1]))
 
 
+def test_closing_a_pipeline_validates_the_last_step():
+    split, turns = layers(), Turns()
+
+    def run(transport):
+        turns.watch(transport)
+        pipe = pipeline(split, transport)
+        optimizer = ps.Optimizer(pipe, torch.optim.SGD, lr=0.05, skip_nonfinite=True, post_validate=True)
+        (x, y), *_ = batches(1)
+        before = [one.detach().clone() for one in pipe.parameters()]
+        pipe.step(x, target=y)
+        spoil(pipe)
+        turns.step(transport.rank, optimizer.step)
+        pipe.close()
+        return all(map(torch.equal, before, pipe.parameters()))
+
+    assert run_in_threads(run, 2) == [True, True]
+
+
 def test_a_pipeline_is_closed_if_its_last_step_turns_out_to_be_invalid():
     def fail():
         raise RunError("the gradient was modified")
