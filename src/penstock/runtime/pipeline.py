@@ -501,11 +501,17 @@ class Pipeline:
         return self._engine.trace
 
     def close(self) -> None:
-        """Validate the last steps of optimizers, and release connections and threads; ``with`` does so at its end."""
+        """Validate the last steps of optimizers, wait for the last save, and release connections and threads.
+
+        ``with Pipeline(...) as pipe:`` does so at its end.
+        """
+        engine = self._engine
         try:
-            self._engine.settle()
+            engine.settle()
+            if engine.saves is not None:
+                engine.saves.settle()
         finally:
-            self._engine.close()
+            engine.close()
 
     def __enter__(self) -> Self:
         return self

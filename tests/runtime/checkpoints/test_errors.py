@@ -197,6 +197,15 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path, caplog)
     assert names(tmp_path) == ["step-4"]
 
 
+def test_the_end_of_a_pipeline_waits_for_a_save_and_raises_its_error(tmp_path, monkeypatch):
+    def fail(*_):
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr("penstock.runtime.checkpoints.save.write_pieces", fail)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        two_ranks(lambda pipe: ps.save(pipe, tmp_path, step=1, wait=False))
+
+
 class Sampler:
     pass
 

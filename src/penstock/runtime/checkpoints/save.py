@@ -58,8 +58,8 @@ def save(
         keep: how many complete checkpoints to keep, this one included; older ones are removed afterwards. By default,
             all.
         wait: whether to return when the checkpoint is complete. If not, this copies the state to the memory of the
-            host, and a thread writes it while training goes on. An error is raised by the next save or load, or by
-            ``wait()`` of what this returns.
+            host, and a thread writes it while training goes on. An error is raised by the next save or load, by the
+            end of the pipeline, or by ``wait()`` of what this returns.
 
     Returns:
         The save: ``path`` is where the checkpoint is when it is complete, ``done`` whether the save has ended, and
