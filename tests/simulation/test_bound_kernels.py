@@ -138,8 +138,9 @@ def test_heads_rise_by_the_best_set_of_operations(compiled):
             release[relaxed.rank != 0] = -np.inf
         known = heads.path_heads(relaxed, release)
         fast = known.copy()
-        rest = (*relaxed.members, relaxed.before, relaxed.forced, relaxed.takes > 0)
-        raise_heads(fast, known, relaxed.taken, *rest)
+        by_head = heads._order_by_head(known, *relaxed.members)
+        rest = (by_head, relaxed.before, relaxed.forced, relaxed.takes > 0)
+        raise_heads(fast, known, relaxed.taken, *relaxed.members, *rest)
         slow = raised_plainly(relaxed, known)
         finite = slow > -np.inf
         assert np.array_equal(finite, fast > -np.inf)

@@ -56,6 +56,7 @@ def test_a_host_that_is_stopped():
         bounded = BoundedStore(client, 1.0, "stopped store")
         bounded.set("a", "1")
         os.kill(host.pid, signal.SIGSTOP)
+        os.waitpid(host.pid, os.WUNTRACED)  # until it has stopped
         for _ in range(2):  # the second one at once
             with pytest.raises(SilentStoreError, match="no answer for 1 s"):
                 bounded.check(["a"])

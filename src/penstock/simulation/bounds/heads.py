@@ -52,13 +52,17 @@ def machine_heads(relaxed: Relaxation, release: Floats, rounds: int, rank: int |
     raise_heads = jit(_raise_heads) if should_compile(work) else _raise_heads
     for _ in range(rounds):
         before = heads.copy()
-        # Sorted here, because compiling a sort takes long.
-        by_head = [np.argsort(before[members[begin:end]], axis=None, kind="stable") for begin, end in pairwise(first)]
-        rest = (np.concatenate(by_head), relaxed.before, relaxed.forced, relaxed.takes > 0)
-        if not raise_heads(heads, before, relaxed.taken, members, first, *rest):
+        rest = (relaxed.before, relaxed.forced, relaxed.takes > 0)
+        if not raise_heads(heads, before, relaxed.taken, members, first, _order_by_head(before, members, first), *rest):
             break
         _follow_waits(relaxed, heads)
     return heads
+
+
+def _order_by_head(heads: Floats, members: Ints, first: Ints) -> Ints:
+    """Sort the operations of each rank by their heads; not in the kernel, because compiling a sort takes long."""
+    ranks = pairwise(first)
+    return np.concatenate([np.argsort(heads[members[begin:end]], axis=None, kind="stable") for begin, end in ranks])
 
 
 def _follow_waits(relaxed: Relaxation, heads: Floats) -> None:
