@@ -13,6 +13,7 @@ import penstock as ps
 from cli.commands import penstock
 from penstock.cli.app import app
 from penstock.errors import PlanError
+from penstock.simulation.timeline_json import read_timeline
 
 QUICK = ("--effort", "0.02")
 
@@ -86,7 +87,8 @@ def test_layers_are_cut_and_the_partition_is_printed(tmp_path):
     assert sum(report["partition"]) == 8
     assert report["partition"][0] > report["partition"][1]
     assert not any("I" in str(action) for action in ps.read(tmp_path / "plan.csv").actions[0])
-    text = penstock("plan", *given, *QUICK, cwd=tmp_path).stdout
+    text = penstock("plan", *given, *QUICK, "--timeline", "predicted.json", cwd=tmp_path).stdout
+    assert read_timeline(tmp_path / "predicted.json").makespan == report["value"]
     assert f"layers per stage: {', '.join(map(str, report['partition']))}" in text
 
 

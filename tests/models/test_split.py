@@ -298,3 +298,30 @@ def test_a_copy_of_a_stage_is_independent():
     assert torch.equal(first(*example[0]), hidden)
     assert not twin(*example[0]).any()
     assert torch.equal(copy.deepcopy(last)(hidden), last(hidden))
+
+
+def test_the_layers_of_each_stage_can_be_counted():
+    model = ResidualMLP().to(DOUBLE)
+    example = ((rows(2, 4),), {})
+    layers = [name for stage in ps.split(model, stages=8, example=example).layout for name in stage]
+    made = ps.split(model, stages=[3, 1, 4], example=example)
+    assert [len(stage) for stage in made.layout] == [3, 1, 4]
+    assert [name for stage in made.layout for name in stage] == layers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([3, 4], "stages=\\[3, 4\\] are 7 layers, but the model has 8: start, blocks.0, "),
+        ([8, 0], "every stage needs at least one layer, but stages=\\[8, 0\\] gives stage 1 0"),
+        ([4.0, 4], "gives stage 0 4.0"),
+    ],
+)
+def test_wrong_counts_of_layers(sizes, message):
+    with pytest.raises(SplitError, match=message):
+        ps.split(ResidualMLP(), stages=sizes, example=((torch.ones(2, 4),), {}))
+
+
+def test_counted_layers_and_costs_are_two_answers():
+    with pytest.raises(SplitError, match="costs= has nothing to choose"):
+        ps.split(ResidualMLP(), stages=[4, 4], costs=[1] * 8, example=((torch.ones(2, 4),), {}))

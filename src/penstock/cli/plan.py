@@ -19,6 +19,7 @@ from penstock.cli.frameworks import Frameworks, check_frameworks, settings_facts
 from penstock.cli.source import DEFAULT_MICROBATCHES, DEFAULT_RANKS, Json, Microbatches, Ranks, StagesPerRank
 from penstock.cli.terminal import Width, terminal
 from penstock.errors import PlanError
+from penstock.simulation.timeline_json import write_timeline
 
 UNITS: Final = {
     "": 1,
@@ -84,6 +85,12 @@ def plan(
             "by default plan.csv and plan.html.",
         ),
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline", metavar="FILE", help="Also keep the timeline (.json), for penstock compare and view."
+        ),
+    ] = None,
     frameworks: Frameworks = None,
     everything: Annotated[bool, typer.Option("--all", help="Show all alternatives.")] = False,
     width: Width = None,
@@ -139,6 +146,8 @@ def plan(
     written = [Path("plan.csv"), Path("plan.html")] if output is None else output
     for path in written:
         (found.schedule if path.suffix.lower() in (".csv", ".txt") else found.timeline).write(path)
+    if keep is not None:
+        write_timeline(found.timeline, keep)
     settings = write_settings(found, frameworks or [], written[0].parent if written else Path())
     if machine:
         facts = found.to_dict()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import SplitError
 from penstock.models import megatron
-from penstock.models.layout import Layout, by_names
+from penstock.models.layout import Layout, by_names, by_sizes
 from penstock.models.partition import UnitCosts, by_cost, by_count, repeated_units
 from penstock.models.units import Units, find_units, has_state, names_of
 
@@ -23,7 +24,7 @@ def choose_layout(
     model: nn.Module,
     units: Units,
     record: Record | None,
-    stages: int | None,
+    stages: int | Sequence[int] | None,
     layout: str | Iterable[Iterable[str]] | None,
     costs: UnitCosts | None,
 ) -> Layout:
@@ -38,6 +39,10 @@ def choose_layout(
         return by_names(given, names, glue=glue)
     assert stages is not None
     _refuse_loops(record, units)
+    if isinstance(stages, Sequence):
+        if costs is not None:
+            raise SplitError(f"stages={[*stages]} says how many layers each stage has, so costs= has nothing to choose")
+        return by_sizes(names, stages)
     if costs is not None:
         return by_cost(names, costs, stages)
     layers = set(repeated_units([name for name in names if has_state(units.units[name])]))

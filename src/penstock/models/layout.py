@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 from penstock.errors import SplitError
@@ -44,6 +45,27 @@ def by_names(given: Iterable[Iterable[str]], units: Sequence[str], *, glue: Iter
     ]
     check_layout(layout, units)
     return tuple(tuple(sorted(stage, key=order.__getitem__)) for stage in layout)
+
+
+def by_sizes(units: Sequence[str], sizes: Sequence[int]) -> Layout:
+    """Lay out the units by how many each stage has.
+
+    >>> by_sizes(["embed", "layers.0", "layers.1", "head"], [1, 2, 1])
+    (('embed',), ('layers.0', 'layers.1'), ('head',))
+    >>> by_sizes(["embed", "layers.0", "layers.1", "head"], [1, 2])
+    Traceback (most recent call last):
+        ...
+    penstock.errors.SplitError: stages=[1, 2] are 3 layers, but the model has 4: embed, layers.0, layers.1, head
+    """
+    for stage, size in enumerate(sizes):
+        if type(size) is not int or size < 1:
+            raise SplitError(
+                f"every stage needs at least one layer, but stages={[*sizes]} gives stage {stage} {size!r}"
+            )
+    if sum(sizes) != len(units):
+        raise SplitError(f"stages={[*sizes]} are {sum(sizes)} layers, but the model has {len(units)}: {shorten(units)}")
+    ends = [*accumulate(sizes)]
+    return tuple(tuple(units[end - size : end]) for end, size in zip(ends, sizes, strict=True))
 
 
 def checked_names(given: object) -> list[list[str]]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def split(
     model: nn.Module | Callable[[], nn.Module],
     *,
-    stages: int | None = None,
+    stages: int | Sequence[int] | None = None,
     layout: str | Iterable[Iterable[str]] | Mapping[int, Iterable[str]] | None = None,
     costs: UnitCosts | None = None,
     ties: Iterable[Sequence[str]] = (),
@@ -62,7 +62,8 @@ def split(
     Args:
         model: the model, which is not changed; the stages share its parameters. Or a function that builds it, or a
             model on the meta device: then only ``stages`` or ``materialize`` of the split make parameters real.
-        stages: how many stages; layers are distributed by count, or by ``costs``.
+        stages: how many stages; layers are distributed by count, or by ``costs``. Or how many layers each stage has, as
+            a plan says: ``plan.partition.sizes``.
         layout: instead of ``stages``, the names of the modules of each stage, as a list of lists or by number; or a
             string in Megatron's notation.
         costs: the cost of each layer, as a sequence or by name.

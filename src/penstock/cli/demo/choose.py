@@ -73,9 +73,20 @@ def choose_plan(
         found.schedule,
         [list(group) for group in found.partition.group(list(names))],
         found.timeline,
-        [*lines, *found.summary(), _prediction(found.timeline)],
+        [*lines, *_summary(found), _prediction(found.timeline)],
         found,
     )
+
+
+def _summary(found: Plan) -> list[str]:
+    """Say what was planned, in milliseconds and MiB."""
+    chosen, sizes = found.alternatives[0], found.partition.sizes if found.partition is not None else ()
+    proof = "proved optimal" if found.is_optimal else f"at most {found.gap:.1%} above the optimum"
+    return [
+        f"chosen: {chosen.name}, {chosen.placement}; {proof} among the placements tried",
+        f"memory: at most {max(found.timeline.peak_memory) / 2**20:.1f} MiB on a rank",
+        f"layers per stage: {', '.join(map(str, sizes))}",
+    ]
 
 
 def choose_schedule(schedule: Schedule, costs: Costs, names: Sequence[str]) -> Chosen:

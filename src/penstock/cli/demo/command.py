@@ -116,7 +116,7 @@ def demo(
     if listener.recorded is not None:
         facts |= compare(console, chosen, listener.recorded, cores())
         path = output / "report.html"
-        report(path, chosen, listener)
+        report(path, chosen, listener, cores())
         facts["report"] = str(path)
         console.print(Text(f"\nreport: {path}"), soft_wrap=True)
     if machine:

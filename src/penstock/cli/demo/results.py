@@ -46,13 +46,13 @@ def explain(steps: int, ranks: int, cores: int) -> list[str]:
     if ranks > cores:
         shared = "1 core" if cores == 1 else f"{cores} cores"
         lines.append(
-            f"{ranks} ranks share {shared} here, as they did in the profile: while one waits, others run faster than "
-            "predicted"
+            f"{ranks} ranks share {shared} here, in the profile as in training; that is not modelled, so a step may "
+            "take much less than predicted, or more"
         )
     return lines
 
 
-def report(path: Path, chosen: Chosen, listener: Listener) -> None:
+def report(path: Path, chosen: Chosen, listener: Listener, cores: int) -> None:
     """Write the report."""
     recorded = listener.recorded
     assert recorded is not None
@@ -62,9 +62,10 @@ def report(path: Path, chosen: Chosen, listener: Listener) -> None:
     summary = f"{len(losses)} steps; the loss fell from {first:.3f} to {last:.3f}. " if len(losses) > 1 else ""
     rate = "" if listener.rate is None else f"{listener.rate:,.0f} tokens per second."
     timelines = Timelines.of([chosen.predicted, read_timeline(recorded["timeline"])], ["predicted", "measured"])
+    explained = explain(recorded["steps"], chosen.schedule.ranks, cores)
     sections = [
         Section("Training", [Paragraph(summary + rate), Curve(losses, "step", "loss")]),
-        Section("A step: predicted and measured", [Paragraph(_step(facts)), timelines]),
+        Section("A step: predicted and measured", [*map(Paragraph, (_step(facts), *explained)), timelines]),
         Section("Time and memory of each rank", [Rows(_titles(), _rows(facts))]),
         Section("The plan", _plan_parts(chosen)),
         Section(
@@ -141,13 +142,15 @@ def _step(facts: dict[str, Any]) -> str:
 
 
 def _apart(predicted: float, measured: float) -> str:
-    """Return the difference in percent.
+    """Compare what was measured with the prediction.
 
-    >>> _apart(99.9, 100), _apart(90, 100), _apart(110, 100)
-    ('0%', '-10%', '+10%')
+    >>> _apart(100, 100.1), _apart(100, 90), _apart(100, 150), _apart(100, 480)
+    ('as predicted', '-10%', '+50%', '4.8 times as long')
     """
-    percent = round(100 * (predicted / measured - 1))
-    return f"{percent:+d}%" if percent else "0%"
+    percent = round(100 * (measured / predicted - 1))
+    if percent > 100:
+        return f"{measured / predicted:.1f} times as long"
+    return f"{percent:+d}%" if percent else "as predicted"
 
 
 def _milliseconds(seconds: float) -> str:
