@@ -55,6 +55,9 @@ def test_a_schedule_is_no_timeline(tmp_path):
     assert not is_timeline(tmp_path / "missing.json")
     with pytest.raises(ReadError, match=r'schedule.json: is JSON, but not a timeline: "format": "penstock.timeline"'):
         read_timeline(path)
+    ps.simulate(ps.build("GPipe", ranks=2, microbatches=2)).write(tmp_path / "trace.json")
+    with pytest.raises(ReadError, match=r"trace.json: is a trace for Perfetto, .* with --timeline FILE"):
+        read_timeline(tmp_path / "trace.json")
     with pytest.raises(ReadError, match=r"missing.json: cannot be read: No such file"):
         read_timeline(tmp_path / "missing.json")
 

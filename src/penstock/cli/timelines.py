@@ -48,7 +48,9 @@ def compare_timelines(
         if not is_timeline_source(source):
             if not Path(source).exists():
                 raise ReadError(f"{source} does not exist")
-            raise ReadError(f"{source} is not a timeline; write one with penstock simulate --timeline {source}")
+            raise ReadError(
+                f"{source} is not a timeline; write one with --timeline {source} of penstock simulate or plan"
+            )
     found = Difference(*map(read_timeline_source, sources))
     if html is not None:
         write_page([found.predicted, found.measured], html, titles=[Path(source).name for source in sources])

@@ -154,6 +154,8 @@ def _parsed(text: str) -> dict[str, Any]:
         if isinstance(fault, FormatError):
             raise
         raise FormatError(f"is not a timeline: {fault}") from None
+    if isinstance(document, dict) and "traceEvents" in document:
+        raise FormatError("is a trace for Perfetto, which cannot be read back; write a timeline with --timeline FILE")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError(f'is JSON, but not a timeline: "format": "{FORMAT}" is missing')
     version = document.get("version")

@@ -78,7 +78,7 @@ class OwnState(NamedTuple):
         return list(dict.fromkeys(name for index in self.checkpoint.ranks for name in index.own[kind]))
 
     def _candidates(self, kind: str, name: str) -> list[Any]:
-        """Find what this rank may have had as its own: one value, unless ranks differed and are no more."""
+        """Find what this rank may have had as its own: one value, unless ranks differed and no longer exist."""
         if self.is_same_layout and name in self.checkpoint.ranks[self.rank].own[kind]:
             return [self.checkpoint.ranks[self.rank].own[kind][name]]
         found: list[Any] = []

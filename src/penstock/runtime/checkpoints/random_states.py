@@ -51,7 +51,7 @@ def restore_random_states(states: Mapping[str, Any], devices: Iterable[torch.dev
 
 
 def seed_generators(names: Iterable[str], saved: Any, rank: int) -> None:
-    """Seed generators whose states belong to ranks that there are no more: the same way every time.
+    """Seed generators whose states belong to ranks that no longer exist: the same way every time.
 
     Args:
         names: which generators.

@@ -71,7 +71,7 @@ class BoundedStore:
         return self._ask(partial(self._store.add, key, amount))  # type: ignore[no-any-return]
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Store a value unless there is another than expected; returns what is stored."""
+        """Store a value unless something other than expected is stored; returns what is stored."""
         return self._ask(partial(self._store.compare_set, key, expected, desired))  # type: ignore[no-any-return]
 
     def delete_key(self, key: str) -> bool:
