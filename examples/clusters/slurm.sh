@@ -9,7 +9,7 @@
 #SBATCH --signal=TERM@120
 set -euo pipefail
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # head would end scontrol with SIGPIPE
 port=$((20000 + SLURM_JOB_ID % 20000)) # another one for each job on a shared node
 
 # The interface between the nodes, where there are several. NCCL and gloo choose each for themselves.
