@@ -23,10 +23,11 @@ help:
 
 setup: $(VENV)/.ready
 
+# Twice quiet: errors are shown, pages of warnings in some environments are not.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "penstock needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV) || { apt-get update && apt-get install --yes python3-venv && $(PYTHON) -m venv $(VENV); }
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[torch,dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --quiet --editable '.[torch,dev]'
 	touch $@
 
 demo: setup
@@ -59,7 +60,7 @@ PACKAGES := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(CLIENTS)/.ready: $(VENV)/.ready
 	$(BIN)/python -m venv --clear $(CLIENTS)
 	$(BIN)/python -c $(PACKAGES) > $$($(CLIENTS)/bin/python -c $(PACKAGES))/packages-of-setup.pth
-	PIP_CONSTRAINT=constraints.txt $(CLIENTS)/bin/pip install --quiet --editable '.[clients]'
+	PIP_CONSTRAINT=constraints.txt $(CLIENTS)/bin/pip install --quiet --quiet --editable '.[clients]'
 	touch $@
 
 # The interactive page is tested in Debian's browser.
