@@ -263,6 +263,16 @@ def test_there_is_nothing_to_resume(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
+    mine = tmp_path / "checkpoint" / "weights"
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    result = penstock("demo", "--output", str(tmp_path))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "is not a checkpoint of the demo, which would replace it; choose another --output" in result.stderr
+    assert mine.read_text() == "precious"
+
+
 def test_held_memory_is_what_the_graph_holds():
     layers = torch.nn.Sequential(*(torch.nn.Tanh() for _ in range(3)))
     held = HeldMemory(layers.parameters())

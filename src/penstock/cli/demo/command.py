@@ -19,7 +19,7 @@ from penstock.cli.demo.choose import Chosen, choose_plan, choose_schedule
 from penstock.cli.demo.listener import Listener
 from penstock.cli.demo.results import compare, report
 from penstock.cli.drawing import GridDrawing
-from penstock.cli.launch import GRACE, cores, launch
+from penstock.cli.launch import GRACE, launch
 from penstock.cli.plan import reporting_progress
 from penstock.cli.show import echo
 from penstock.cli.source import (
@@ -78,15 +78,14 @@ def demo(
         given = schedule_from(schedule, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
         _check_trainable(schedule, given)
     _check_torch()
-    saved = output / "checkpoint"
-    if resume and not saved.is_dir():
-        raise RunError(f"there is no checkpoint in {output}; omit --resume to begin, or name its folder with --output")
+    saved, description = output / "checkpoint", output / "training.json"
+    _check_folder(saved, description, resume=resume)
     console = Console(quiet=True) if machine else terminal()
     blocks = max(BLOCKS, 0 if given is None else given.stages)
+    if resume:
+        blocks = json.loads(description.read_text())["blocks"]  # the model is that of the checkpoint
     job = {"samples": SAMPLES, "blocks": blocks, "steps": steps, "folder": str(saved)}
     output.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        shutil.rmtree(saved, ignore_errors=True)
     listener = Listener(console, steps)
     begun = time.monotonic()
     count = given.ranks if given is not None else DEFAULT_RANKS if ranks is None else ranks
@@ -109,14 +108,16 @@ def demo(
         chosen = choose_schedule(given, costs, names)
     facts = _proved(console, chosen)
     chosen.write(output)
+    if not resume:
+        shutil.rmtree(saved, ignore_errors=True)
     with listener.progress_bar():
         job |= {"task": "train", "schedule": str(output / "schedule.json"), "layout": chosen.layout}
-        code = _run(output / "training.json", job, count, listener)
+        code = _run(description, job, count, listener)
     facts |= listener.facts | {"seconds": time.monotonic() - begun}
     if listener.recorded is not None:
-        facts |= compare(console, chosen, listener.recorded, cores())
+        facts |= compare(console, chosen, listener.recorded)
         path = output / "report.html"
-        report(path, chosen, listener, cores())
+        report(path, chosen, listener, facts)
         facts["report"] = str(path)
         console.print(Text(f"\nreport: {path}"), soft_wrap=True)
     if machine:
@@ -129,6 +130,16 @@ def _check_trainable(name: str, schedule: Schedule) -> None:
     types = {part.computation_type for row in schedule.actions for cell in row if cell for part in cell.parts}
     if types <= {FORWARD}:
         raise ScheduleError(f"{name} has no backward, so nothing would be trained; try --schedule 1F1B")
+
+
+def _check_folder(saved: Path, description: Path, *, resume: bool) -> None:
+    """Refuse to resume from nothing, and to replace a folder that the demo has not written."""
+    if resume and not (saved.is_dir() and description.is_file()):
+        raise RunError(
+            f"there is no checkpoint in {saved.parent}; omit --resume to begin, or name its folder with --output"
+        )
+    if saved.exists() and not description.is_file():
+        raise RunError(f"{saved} is not a checkpoint of the demo, which would replace it; choose another --output")
 
 
 def _check_torch() -> None:

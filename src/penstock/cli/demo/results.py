@@ -11,6 +11,7 @@ from rich.text import Text
 
 from penstock.cli.demo.choose import Chosen
 from penstock.cli.demo.listener import Listener
+from penstock.cli.launch import cores
 from penstock.simulation.timeline_json import read_timeline
 from penstock.view.report import Curve, Paragraph, Part, Rows, Section, Timelines, write_report
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _COLUMNS: Final = ("busy", "idle", "memory")
 
 
-def compare(console: Console, chosen: Chosen, recorded: dict[str, Any], cores: int) -> dict[str, Any]:
+def compare(console: Console, chosen: Chosen, recorded: dict[str, Any]) -> dict[str, Any]:
     """Print the predicted next to the measured figures of every rank; returns both."""
     facts = {"predicted": _predicted(chosen), "measured": _measured(recorded)}
     table = Table(box=None, pad_edge=False)
@@ -28,23 +29,23 @@ def compare(console: Console, chosen: Chosen, recorded: dict[str, Any], cores: i
         table.add_column(title.replace(" ", "\n"), justify="right")
     for row in _rows(facts):
         table.add_row(*row)
-    explained = explain(recorded["steps"], chosen.schedule.ranks, cores)
+    explained = explain(recorded["steps"], chosen.schedule.ranks, cores())
     console.print(Text("\n".join(["", *explained])), soft_wrap=True)
     console.print(table)
     console.print(Text(_step(facts)), soft_wrap=True)
     return facts
 
 
-def explain(steps: int, ranks: int, cores: int) -> list[str]:
+def explain(steps: int, ranks: int, available: int) -> list[str]:
     """Say what the figures are.
 
-    >>> explain(1, ranks=2, cores=2)
+    >>> explain(1, ranks=2, available=2)
     ['predicted from the profile; measured in the last step']
     """
     measured = "the last step" if steps == 1 else f"the step of median length among the last {steps}"
     lines = [f"predicted from the profile; measured in {measured}"]
-    if ranks > cores:
-        shared = "1 core" if cores == 1 else f"{cores} cores"
+    if ranks > available:
+        shared = "1 core" if available == 1 else f"{available} cores"
         lines.append(
             f"{ranks} ranks share {shared} here, in the profile as in training; that is not modelled, so a step may "
             "take much less than predicted, or more"
@@ -52,17 +53,15 @@ def explain(steps: int, ranks: int, cores: int) -> list[str]:
     return lines
 
 
-def report(path: Path, chosen: Chosen, listener: Listener, cores: int) -> None:
-    """Write the report."""
+def report(path: Path, chosen: Chosen, listener: Listener, facts: dict[str, Any]) -> None:
+    """Write the report of what ``compare`` returned, and of the training."""
     recorded = listener.recorded
     assert recorded is not None
-    facts = {"predicted": _predicted(chosen), "measured": _measured(recorded)}
     losses = [(number, loss) for number, loss in enumerate(listener.losses, start=1)]
-    first, last = losses[0][1], losses[-1][1]
-    summary = f"{len(losses)} steps; the loss fell from {first:.3f} to {last:.3f}. " if len(losses) > 1 else ""
+    summary = f"{len(losses)} steps; the loss is {losses[0][1]:.3f} in the first and {losses[-1][1]:.3f} in the last. "
     rate = "" if listener.rate is None else f"{listener.rate:,.0f} tokens per second."
     timelines = Timelines.of([chosen.predicted, read_timeline(recorded["timeline"])], ["predicted", "measured"])
-    explained = explain(recorded["steps"], chosen.schedule.ranks, cores)
+    explained = explain(recorded["steps"], chosen.schedule.ranks, cores())
     sections = [
         Section("Training", [Paragraph(summary + rate), Curve(losses, "step", "loss")]),
         Section("A step: predicted and measured", [*map(Paragraph, (_step(facts), *explained)), timelines]),
