@@ -58,7 +58,10 @@ def test_a_prediction_is_kept_and_drawn(files, tmp_path):
     [
         (["{0}"], "expected two timelines, got 1"),
         (["{0}", "missing.json"], "missing.json does not exist"),
-        (["{0}", "{folder}/schedule.json"], "schedule.json is not a timeline; write one with --timeline"),
+        (
+            ["{0}", "{folder}/schedule.json"],
+            "schedule.json is not a timeline; write one with penstock simulate or plan",
+        ),
         (["{0}", "{folder}"], "holds no trace of all ranks of a pipeline"),
         (["--html", "page.html"], "is for two timelines"),
     ],

@@ -49,7 +49,7 @@ def compare_timelines(
             if not Path(source).exists():
                 raise ReadError(f"{source} does not exist")
             raise ReadError(
-                f"{source} is not a timeline; write one with --timeline {source} of penstock simulate or plan"
+                f"{source} is not a timeline; write one with penstock simulate or plan and --timeline predicted.json"
             )
     found = Difference(*map(read_timeline_source, sources))
     if html is not None:
